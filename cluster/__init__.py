@@ -1,0 +1,1 @@
+"""The control plane: HTTP and gRPC front doors, routing, admission, configuration, CLI."""
