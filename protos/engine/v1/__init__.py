@@ -1,0 +1,1 @@
+"""Version 1 of the router-engine stream: kvorum.engine.v1."""
