@@ -1,0 +1,114 @@
+"""The one interface of every back end: half-layer operations over a paged KV pool.
+
+A layer is two calls, `attention_block` and `mlp_block`; a tensor-parallel all-reduce of the returned partial sums
+falls exactly between them, and `add_residual` closes each half. What a block looks like in memory is the back end's
+business: callers know block ids, slot counts and nothing else.
+
+A slot is one token's place in a sequence's blocks: slot s lives in block `block_table[s // block_size]` at offset
+`s % block_size`. After an eviction the same slot holds different tokens in different (layer, KV head) pairs, so the
+pool keeps a position and a score for each slot of each pair; all pairs use the same number of slots.
+
+Eviction in decode: a sequence held to a budget uses budget + 1 slots. The step that fills the last one chooses, for
+each (layer, KV head), a victim: the lowest-ranked slot. It stays readable until the next step overwrites it
+(`replace`), so a caller may still let it live by appending instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from kvorum.kernels.plan import SequenceStep, ShrinkRequest
+from kvorum.kernels.spec import DecoderSpec, Shard
+
+PoolT = TypeVar("PoolT")
+StepT = TypeVar("StepT")
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """One sequence's slots, gathered: [num_layers, num_kv_heads, num_slots] each.
+
+    positions int64; scores float; alive bool: False for pending victims.
+    """
+
+    positions: torch.Tensor
+    scores: torch.Tensor
+    alive: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HostBlocks:
+    """One sequence's slots in host memory, in slot order, detached from any block id.
+
+    keys, values: [num_layers, num_kv_heads, num_slots, head_dim]; positions, scores: [num_layers, num_kv_heads,
+    num_slots].
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+    scores: torch.Tensor
+
+    @property
+    def num_slots(self) -> int:
+        """Slots held."""
+        return self.positions.shape[-1]
+
+
+class Backend(Protocol[PoolT, StepT]):
+    """Computes one rank's part of a decoder over its own kind of pool (PoolT) and prepared step (StepT)."""
+
+    spec: DecoderSpec
+    shard: Shard
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Pack the weights that `spec.weight_names` lists, already sliced to the shard."""
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the bytes one block takes on this rank over all layers, scores and positions included."""
+
+    def allocate_pool(self, *, num_blocks: int, block_size: int, max_num_seqs: int) -> PoolT:
+        """Allocate the pool; block contents are unspecified."""
+
+    def prepare(self, pool: PoolT, token_ids: torch.Tensor, sequences: Sequence[SequenceStep]) -> StepT:
+        """Turn a step into what the layers need. token_ids: [num_tokens] int64, sequence after sequence."""
+
+    def embed(self, step: StepT) -> torch.Tensor:
+        """Return the hidden states [num_tokens, hidden_size]."""
+
+    def attention_block(self, hidden: torch.Tensor, layer: int, pool: PoolT, step: StepT) -> torch.Tensor:
+        """Norm, QKV, RoPE, write K and V, attend, update scores and victims, project; this rank's partial sum."""
+
+    def mlp_block(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
+        """Norm, gate and up, activation, down; this rank's partial sum [num_tokens, hidden_size]."""
+
+    def add_residual(self, hidden: torch.Tensor, partial: torch.Tensor, layer: int, *, after_mlp: bool) -> torch.Tensor:
+        """Add a reduced half-layer result to the residual stream, through the post-norm where the model has one."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and this rank's rows of the output head: [num_rows, vocab] float32."""
+
+    def copy_blocks(self, pool: PoolT, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole blocks with scores and positions; sources and targets are disjoint."""
+
+    def shrink(self, pool: PoolT, request: ShrinkRequest) -> None:
+        """Keep the best `keep` slots of each (layer, KV head), in slot order, in the target blocks."""
+
+    def view_slots(self, pool: PoolT, row: int, block_table: Sequence[int], num_slots: int) -> SlotView:
+        """Gather positions, scores and life of a sequence's slots."""
+
+    def write_scores(self, pool: PoolT, block_table: Sequence[int], scores: torch.Tensor) -> None:
+        """Overwrite the scores of a sequence's first slots: [num_layers, num_kv_heads, num_slots]."""
+
+    def export_slots(self, pool: PoolT, block_table: Sequence[int], num_slots: int) -> HostBlocks:
+        """Copy a sequence's slots to host memory."""
+
+    def import_slots(self, pool: PoolT, block_table: Sequence[int], blocks: HostBlocks) -> None:
+        """Write exported slots into the first slots of other blocks."""
+
+    def clear_victims(self, pool: PoolT, row: int) -> None:
+        """Forget a row's pending victims, so that they live on (or so that a new sequence can take the row)."""

@@ -1,0 +1,143 @@
+"""The prefix tree: full blocks of tokens that later sequences may share.
+
+A node is one immutable block of block_size tokens; its key is those tokens below its parent, below a salt. The tree
+holds one reference to each node's block. A node whose block nobody else holds is unreferenced; unreferenced leaves are
+given back oldest first. Sequences let go of their deepest blocks first, so a chain is given back from its end.
+
+A node may carry score snapshots: the attention that each of the first (depth * block_size) tokens had received from
+exactly these tokens' own queries, under a decay. A sequence that keeps scores can start from such a node only; without
+them prefix tokens would look worthless and be evicted first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvorum.kvstore.blocks import BlockPool
+from kvorum.kvstore.types import BlockId, SnapshotId
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One cached block. depth: blocks from the root, itself included. snapshots: by decay."""
+
+    tokens: tuple[int, ...]
+    block_id: BlockId
+    parent: Node | None
+    depth: int
+    salt: str
+    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    snapshots: dict[float, SnapshotId] = field(default_factory=dict)
+
+
+class PrefixTree:
+    """Cached blocks of a pool. Cost: one dictionary look-up a block."""
+
+    def __init__(self, pool: BlockPool, *, block_size: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._roots: dict[str, dict[tuple[int, ...], Node]] = {}
+        self._by_block: dict[BlockId, Node] = {}
+        self._lru: OrderedDict[BlockId, Node] = OrderedDict()
+        self._dropped_snapshots: list[SnapshotId] = []
+
+    def __len__(self) -> int:
+        """Cached blocks, shared ones included."""
+        return len(self._by_block)
+
+    @property
+    def num_unreferenced(self) -> int:
+        """Cached blocks that no sequence holds."""
+        return len(self._lru)
+
+    def match(self, tokens: Sequence[int], *, salt: str) -> list[Node]:
+        """Return the chain of nodes that is the longest cached prefix of the tokens, root end first."""
+        chain: list[Node] = []
+        children = self._roots.get(salt, {})
+        for start in range(0, len(tokens) - self._block_size + 1, self._block_size):
+            node = children.get(tuple(tokens[start : start + self._block_size]))
+            if node is None:
+                break
+            chain.append(node)
+            children = node.children
+        return chain
+
+    def acquire(self, nodes: Sequence[Node]) -> None:
+        """Add a sequence's reference to each node's block."""
+        self._pool.share(node.block_id for node in nodes)
+        for node in nodes:
+            self._lru.pop(node.block_id, None)
+
+    def release(self, block_ids: Sequence[BlockId]) -> None:
+        """Drop a sequence's references, deepest first; cached blocks become the newest unreferenced ones."""
+        for block_id in reversed(block_ids):
+            self._pool.release([block_id])
+            node = self._by_block.get(block_id)
+            if node is not None and self._pool.references(block_id) == 1:
+                self._lru[block_id] = node
+
+    def publish(self, tokens: Sequence[int], block_ids: Sequence[BlockId], *, salt: str) -> list[Node]:
+        """Cache a sequence's leading full blocks; blocks that are cached already under these tokens stay its own.
+
+        Returns the chain of nodes for the tokens, some of which may be another sequence's.
+        """
+        siblings = self._roots.setdefault(salt, {})
+        chain: list[Node] = []
+        for depth, block_id in enumerate(block_ids, start=1):
+            key = tuple(tokens[(depth - 1) * self._block_size : depth * self._block_size])
+            assert len(key) == self._block_size, "only full blocks are cached"
+            node = siblings.get(key)
+            if node is None:
+                node = Node(key, block_id, chain[-1] if chain else None, depth, salt)
+                siblings[key] = node
+                self._by_block[block_id] = node
+                self._pool.share([block_id])
+            chain.append(node)
+            siblings = node.children
+        return chain
+
+    def is_cached(self, block_id: BlockId) -> bool:
+        """Say whether a block is in the tree, and so must not change."""
+        return block_id in self._by_block
+
+    def evict(self, count: int) -> int:
+        """Give back up to count unreferenced blocks, oldest leaf first; returns how many."""
+        given_back = 0
+        while given_back < count:
+            leaf = next((node for node in self._lru.values() if not node.children), None)
+            if leaf is None:
+                break
+            self._remove(leaf)
+            given_back += 1
+        return given_back
+
+    def take_dropped_snapshots(self) -> list[SnapshotId]:
+        """Return the snapshots whose nodes are gone since the last call."""
+        dropped, self._dropped_snapshots = self._dropped_snapshots, []
+        return dropped
+
+    def _remove(self, node: Node) -> None:
+        siblings = self._roots[node.salt] if node.parent is None else node.parent.children
+        del siblings[node.tokens]
+        if node.parent is None and not siblings:
+            del self._roots[node.salt]
+        del self._by_block[node.block_id]
+        del self._lru[node.block_id]
+        self._dropped_snapshots += node.snapshots.values()
+        self._pool.release([node.block_id])
+
+    def audit(self, holders: Counter[BlockId]) -> None:
+        """Add the tree's references to the holders, and check which blocks nobody else holds."""
+        unreferenced = {block_id for block_id in self._by_block if not holders[block_id]}
+        assert unreferenced == self._lru.keys(), "unreferenced blocks drifted"
+        reachable = 0
+        stack = [node for children in self._roots.values() for node in children.values()]
+        while stack:
+            node = stack.pop()
+            assert self._by_block[node.block_id] is node, "a node lost its block"
+            reachable += 1
+            stack += node.children.values()
+        assert reachable == len(self._by_block), "a cached block cannot be reached"
+        holders.update(self._by_block)

@@ -1,0 +1,63 @@
+"""Retained mass: how much of the attention that a sequence gave out went to tokens that are still kept.
+
+Each query spreads a mass of 1 per query head over what it sees, so a (layer, KV head) with group_size query heads has
+given out group_size times the sum of its queries' weights.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvorum.kernels.backend import SlotView
+from kvorum.kernels.plan import EvictionRule
+from kvorum.kernels.reference.attention import lifetime, rank_order, values_of
+from kvorum.kvstore.policies import Policy
+
+
+def mass_given(rule: EvictionRule, *, num_tokens: int, group_size: int) -> float:
+    """Return the mass that the first num_tokens queries of a sequence gave out in one (layer, KV head)."""
+    return group_size * float(lifetime(rule, torch.zeros(1, dtype=torch.int64), num_tokens - 1)[0])
+
+
+def retained_mass(view: SlotView, *, mass: float) -> float:
+    """Return the mean over layers and KV heads of kept mass / mass given out, 0..1."""
+    kept = (view.scores.double() * view.alive).sum(dim=-1)
+    return min(1.0, float((kept / mass).mean()))
+
+
+def retention_curve(view: SlotView, *, mass: float, block_size: int) -> torch.Tensor:
+    """Return the retained mass were the sequence cut to 0, 1, 2 ... blocks by score alone: [num_blocks + 1] float64.
+
+    Concave and rising, since each (layer, KV head) adds its largest scores first.
+    """
+    scores = (view.scores.double() * view.alive).sort(dim=-1, descending=True).values
+    sums = torch.nn.functional.pad(scores.cumsum(dim=-1).mean(dim=(0, 1)), (1, 0))
+    cuts = torch.arange(0, sums.shape[0] + block_size - 1, block_size).clamp(max=sums.shape[0] - 1)
+    return sums[cuts] / mass
+
+
+def smallest_budget(
+    view: SlotView, policy: Policy, *, floor: float, budget: int, prompt_tokens: int, mass: float
+) -> int:
+    """Return the smallest budget >= `budget` whose cut at the prompt's end keeps at least `floor` of the mass.
+
+    Cuts protect recent tokens and sinks, so they keep less than the retention curve says. Searched by bisection; the
+    number of alive slots, which keeps everything, is always an answer.
+    """
+    num_alive = int(view.alive[0, 0].sum())
+    newest = int(view.positions.max())
+
+    def keeps_enough(keep: int) -> bool:
+        rule = policy.rule(keep, prompt_tokens=prompt_tokens)
+        values = values_of(rule, view.scores, view.positions, newest)
+        kept = rank_order(rule, values, view.positions, view.alive, newest=newest)[..., -keep:]
+        return float((view.scores.double().gather(-1, kept).sum(dim=-1) / mass).mean()) >= floor
+
+    low, high = min(budget, num_alive), num_alive
+    while low < high:
+        middle = (low + high) // 2
+        if keeps_enough(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
