@@ -1,0 +1,191 @@
+"""The router's end of the router-engine stream: all of its requests to one engine over one gRPC call.
+
+A request's way through it:
+ 1. `submit` puts a Submit command into the stream and returns a RequestStream at once.
+ 2. Each StepOutputs message is dealt out to the RequestStreams it concerns; a Rejection raises its error there.
+ 3. A RequestStream that is closed before its end sends Abort; what still arrives for it is dropped.
+ 4. When the stream breaks or falls silent, every open RequestStream raises EngineLostError, and the client connects
+    anew, asking for the engine's address again: a restarted engine listens elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from kvorum.kvstore.errors import EngineLostError, KvorumError
+from kvorum.protos.engine.v1 import engine_pb2 as pb
+from kvorum.protos.engine.v1 import engine_pb2_grpc as pb_grpc
+from kvorum.workers.request import EngineInfo, EngineRequest, EngineStats, RequestId, RequestOutput
+from kvorum.workers.wire import (
+    Abort,
+    Command,
+    Finish,
+    Heartbeat,
+    Hello,
+    Rejection,
+    StepOutputs,
+    Submit,
+    command_to_pb,
+    event_from_pb,
+)
+
+logger = logging.getLogger(__name__)
+
+_CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What the engine last said of itself."""
+
+    info: EngineInfo
+    stats: EngineStats
+    healthy: bool = True
+
+
+class RequestStream:
+    """The outputs of one request; the owner must `close` it."""
+
+    def __init__(self, client: EngineClient, request_id: RequestId) -> None:
+        self.request_id = request_id
+        self._client = client
+        self._arrived: asyncio.Queue[RequestOutput | KvorumError] = asyncio.Queue()
+        self._is_over = False
+
+    async def next(self) -> RequestOutput:
+        """Wait for the next output; raise what ended the request instead of a final output."""
+        item = await self._arrived.get()
+        if isinstance(item, KvorumError):
+            raise item
+        return item
+
+    def finish(self) -> None:
+        """Say that a stop string was seen; the final output follows."""
+        self._client.send(Finish(self.request_id))
+
+    def abort(self) -> None:
+        """Ask for the request's end; the final output follows."""
+        self._client.send(Abort(self.request_id))
+
+    def close(self) -> None:
+        """Stop listening; abort the request unless it is over."""
+        if not self._is_over:
+            self._is_over = True
+            self._client.forget(self.request_id)
+            self.abort()
+
+    def deliver(self, item: RequestOutput | KvorumError) -> None:
+        """Hand on what arrived; for the client only."""
+        self._is_over = isinstance(item, KvorumError) or item.finish_reason is not None
+        self._arrived.put_nowait(item)
+
+
+class EngineClient:
+    """Keeps one stream to one engine open, for as long as `run` runs.
+
+    resolve_address: returns the engine's host:port, or raises while it has none yet. silence_timeout_s: how long the
+    engine may say nothing, not even a heartbeat, before it counts as lost.
+    """
+
+    def __init__(
+        self,
+        resolve_address: Callable[[], Awaitable[str]],
+        *,
+        silence_timeout_s: float = 5.0,
+        retry_interval_s: float = 0.2,
+    ) -> None:
+        self._resolve_address = resolve_address
+        self._silence_timeout_s = silence_timeout_s
+        self._retry_interval_s = retry_interval_s
+        self._streams: dict[RequestId, RequestStream] = {}
+        self._outbox: asyncio.Queue[Command] = asyncio.Queue()
+        self.status: EngineStatus | None = None
+
+    async def run(self) -> None:
+        """Connect and reconnect until cancelled."""
+        while True:
+            try:
+                await self._serve_connection(await self._resolve_address())
+            except (TimeoutError, grpc.RpcError, OSError, EngineLostError) as error:
+                logger.info("no engine: %r", error)
+            finally:
+                self._lose_streams()
+            await asyncio.sleep(self._retry_interval_s)
+
+    def submit(self, request: EngineRequest) -> RequestStream:
+        """Send a request to the engine."""
+        if self.status is None:
+            raise EngineLostError("the engine is not connected")
+        assert request.request_id not in self._streams
+        stream = RequestStream(self, request.request_id)
+        self._streams[request.request_id] = stream
+        self.send(Submit(request))
+        return stream
+
+    def send(self, command: Command) -> None:
+        """Queue a command; without a connection it goes nowhere, since the engine has dropped the session."""
+        self._outbox.put_nowait(command)
+
+    def forget(self, request_id: RequestId) -> None:
+        """Drop whatever else arrives for a request."""
+        self._streams.pop(request_id, None)
+
+    async def _serve_connection(self, address: str) -> None:
+        self._outbox = asyncio.Queue()
+        async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
+            stub = pb_grpc.EngineServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
+            call = stub.Session(_encoded(self._outbox))
+            try:
+                while True:
+                    async with asyncio.timeout(self._silence_timeout_s):
+                        message = await call.read()
+                    if message is grpc.aio.EOF:
+                        return
+                    self._take(message)
+            finally:
+                call.cancel()
+
+    def _take(self, message: pb.SessionResponse) -> None:
+        match event_from_pb(message):
+            case Hello(info, stats):
+                logger.info("connected to engine %s", info.engine_id)
+                self.status = EngineStatus(info, stats)
+            case StepOutputs(outputs, stats):
+                self._update_status(stats, healthy=None)
+                for output in outputs:
+                    self._deliver(output.request_id, output)
+            case Rejection(request_id, error):
+                self._deliver(request_id, error)
+            case Heartbeat(stats, healthy):
+                self._update_status(stats, healthy=healthy)
+
+    def _update_status(self, stats: EngineStats, *, healthy: bool | None) -> None:
+        if self.status:
+            is_healthy = self.status.healthy if healthy is None else healthy
+            self.status = EngineStatus(self.status.info, stats, is_healthy)
+
+    def _deliver(self, request_id: RequestId, item: RequestOutput | KvorumError) -> None:
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        if isinstance(item, KvorumError) or item.finish_reason is not None:
+            self.forget(request_id)
+        stream.deliver(item)
+
+    def _lose_streams(self) -> None:
+        lost_id = self.status.info.engine_id if self.status else "?"
+        self.status = None
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.deliver(EngineLostError(f"engine {lost_id} was lost while it served the request"))
+
+
+async def _encoded(outbox: asyncio.Queue[Command]) -> AsyncIterator[pb.SessionRequest]:
+    while True:
+        yield command_to_pb(await outbox.get())

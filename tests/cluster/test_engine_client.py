@@ -1,0 +1,218 @@
+"""The stream between a router and an engine, over a real gRPC connection on the loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+from kvorum.cluster.engine_client import EngineClient, RequestStream
+from kvorum.kvstore.errors import CapacityError, EngineLostError, NeverFitsError
+from kvorum.workers.engine_server import EngineServer
+from kvorum.workers.request import EngineRequest, FinishReason, RequestId, RequestOutput, SamplingParams
+from kvtest.echo_engine import DEFAULT_INFO, EchoEngine
+from kvtest.waiting import eventually
+
+
+@dataclass
+class Link:
+    engine: EchoEngine
+    server: EngineServer
+    client: EngineClient
+
+
+@contextlib.asynccontextmanager
+async def link(*, step_s: float = 0.001, silence_timeout_s: float = 5.0) -> AsyncIterator[Link]:
+    engine = EchoEngine(step_s=step_s)
+    await engine.start()
+    server = EngineServer(engine, heartbeat_interval_s=0.02)
+    port = await server.start("127.0.0.1")
+
+    async def resolve_address() -> str:
+        return f"127.0.0.1:{port}"
+
+    client = EngineClient(resolve_address, silence_timeout_s=silence_timeout_s, retry_interval_s=0.01)
+    running = asyncio.create_task(client.run())
+    await eventually(lambda: client.status is not None)
+    try:
+        yield Link(engine, server, client)
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await server.stop()
+        await engine.stop()
+
+
+def request(request_id: str = "r", *, max_tokens: int = 5, prompt: tuple[int, ...] = (7, 8, 9)) -> EngineRequest:
+    return EngineRequest(RequestId(request_id), prompt, SamplingParams(max_tokens=max_tokens))
+
+
+async def read_all(stream: RequestStream) -> tuple[list[int], RequestOutput]:
+    token_ids: list[int] = []
+    while True:
+        output = await stream.next()
+        token_ids += output.token_ids
+        if output.finish_reason:
+            return token_ids, output
+
+
+def test_the_router_learns_what_the_engine_is_and_how_full() -> None:
+    async def scenario() -> None:
+        async with link() as wired:
+            assert wired.client.status
+            assert wired.client.status.info == DEFAULT_INFO
+            assert wired.client.status.stats.blocks_free == DEFAULT_INFO.num_blocks
+
+    asyncio.run(scenario())
+
+
+def test_requests_share_the_stream_and_each_gets_its_own_tokens() -> None:
+    async def scenario() -> None:
+        async with link() as wired:
+            streams = [wired.client.submit(request(f"r{i}", prompt=(i, 10 + i), max_tokens=3 + i)) for i in range(4)]
+            results = await asyncio.gather(*map(read_all, streams))
+            for i, (token_ids, last) in enumerate(results):
+                assert token_ids == [(i, 10 + i)[j % 2] for j in range(3 + i)]
+                assert last.finish_reason is FinishReason.LENGTH
+                assert last.receipt
+                assert last.receipt.completion_tokens == 3 + i
+
+    asyncio.run(scenario())
+
+
+def test_a_refused_request_raises_the_engines_error() -> None:
+    async def scenario() -> None:
+        async with link(step_s=0.05) as wired:
+            stream = wired.client.submit(request(max_tokens=100_000))
+            with pytest.raises(NeverFitsError, match="never fits"):
+                await stream.next()
+            streams = [wired.client.submit(request(f"r{i}", max_tokens=100)) for i in range(20)]
+            with pytest.raises(CapacityError) as caught:
+                await asyncio.gather(*map(read_all, streams))
+            assert caught.value.retry_after_s == 1.5
+
+    asyncio.run(scenario())
+
+
+def test_closing_a_stream_frees_its_blocks_within_a_step() -> None:
+    async def scenario() -> None:
+        async with link(step_s=0.01) as wired:
+            stream = wired.client.submit(request(max_tokens=400))
+            await stream.next()
+            assert wired.engine.stats().blocks_held == 1
+            stream.close()
+            steps = wired.engine.steps
+            await eventually(lambda: wired.engine.stats().blocks_held == 0)
+            # One step may have been under way when the command left, one when it arrived.
+            assert wired.engine.steps - steps <= 2
+            assert wired.client.status
+
+    asyncio.run(scenario())
+
+
+def test_finish_ends_a_request_with_a_receipt() -> None:
+    async def scenario() -> None:
+        async with link() as wired:
+            stream = wired.client.submit(request(max_tokens=400))
+            await stream.next()
+            stream.finish()
+            _, last = await read_all(stream)
+            assert last.finish_reason is FinishReason.STOP
+            assert last.receipt
+
+    asyncio.run(scenario())
+
+
+def test_an_asked_for_abort_is_reported() -> None:
+    async def scenario() -> None:
+        async with link() as wired:
+            stream = wired.client.submit(request(max_tokens=400))
+            stream.abort()
+            _, last = await read_all(stream)
+            assert last.finish_reason is FinishReason.ABORT
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_engine_ends_its_requests_and_the_client_comes_back() -> None:
+    async def scenario() -> None:
+        async with link(step_s=0.01) as wired:
+            stream = wired.client.submit(request(max_tokens=400))
+            await stream.next()
+            await wired.server.stop()
+            with pytest.raises(EngineLostError, match="echo"):
+                await read_all(stream)
+            stream.close()
+            assert wired.client.status is None
+            with pytest.raises(EngineLostError):
+                wired.client.submit(request("late"))
+            await eventually(lambda: wired.engine.stats().blocks_held == 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_silent_engine_counts_as_lost() -> None:
+    async def scenario() -> None:
+        async with link(silence_timeout_s=0.2) as wired:
+            stream = wired.client.submit(request(max_tokens=400))
+            await stream.next()
+            wired.server._heartbeat_interval_s = 10
+            await wired.engine.stop()
+            with pytest.raises(EngineLostError):
+                await read_all(stream)
+
+    asyncio.run(scenario())
+
+
+def test_the_router_hears_of_a_dead_rank() -> None:
+    async def scenario() -> None:
+        async with link() as wired:
+            wired.engine.is_healthy = False
+            await eventually(lambda: wired.client.status is not None and not wired.client.status.healthy)
+            wired.engine.is_healthy = True
+            await eventually(lambda: wired.client.status is not None and wired.client.status.healthy)
+
+    asyncio.run(scenario())
+
+
+def test_a_router_that_goes_away_leaves_nothing_behind() -> None:
+    async def scenario() -> None:
+        async with link(step_s=0.01) as wired:
+            second = EngineClient(wired.client._resolve_address, retry_interval_s=0.01)
+            running = asyncio.create_task(second.run())
+            await eventually(lambda: second.status is not None)
+            stream = second.submit(request(max_tokens=400))
+            await stream.next()
+            running.cancel()
+            await eventually(lambda: wired.engine.stats().blocks_held == 0)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_whose_step_loop_died_ends_the_session() -> None:
+    opened = 0
+
+    class BrokenSession:
+        def __init__(self) -> None:
+            nonlocal opened
+            opened += 1
+
+        async def outputs(self) -> list[RequestOutput]:
+            raise RuntimeError("the loop died")
+
+        def close(self) -> None:
+            pass
+
+    async def scenario() -> None:
+        async with link() as wired:
+            wired.engine.open_session = BrokenSession  # type: ignore[method-assign, assignment]
+            second = EngineClient(wired.client._resolve_address, retry_interval_s=0.01)
+            running = asyncio.create_task(second.run())
+            await eventually(lambda: opened >= 3)
+            running.cancel()
+
+    asyncio.run(scenario())
