@@ -1,0 +1,271 @@
+"""The one schema of kvorum's settings: YAML file, command-line flags and Serve arguments are all read through it.
+
+Keys may be written with dashes or underscores. Flags win over the file, the file over the defaults. What is wrong is
+reported at start, with where it stands, what was expected and, for a misspelt key, what was probably meant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from kvorum.kvstore.errors import InvalidRequestError, KvorumError
+from kvorum.kvstore.policies import parse_policy, resolve_budget
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class ConfigError(KvorumError):
+    """A setting is unknown or has a value that cannot be used."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSection(_Section):
+    """Which model, and how it is computed."""
+
+    model: str = Field(
+        default="smollm2-135m",
+        min_length=1,
+        description="Folder, .gguf file, Hugging Face id, or smollm2-135m for the embedded model.",
+    )
+    served_model_name: str | None = Field(
+        default=None, min_length=1, description="Name that clients use; default: the name of the model."
+    )
+    dtype: DType = Field(
+        default="auto", description="Type of weights and activations; auto takes what suits the device."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the model runs.")
+    max_model_len: int | None = Field(
+        default=None, ge=1, description="Longest prompt plus answer, in tokens; default: what the model was made for."
+    )
+    chat_template: Path | None = Field(
+        default=None, description="File with a Jinja chat template to use instead of the model's own."
+    )
+    seed: int = Field(
+        default=0, ge=0, lt=2**63, description="Seed of everything random that no request's own seed governs."
+    )
+
+
+class CacheSection(_Section):
+    """How much memory the KV cache has and what may be evicted from it."""
+
+    kv_cache_dtype: DType = Field(default="auto", description="Type of cached keys and values; auto takes the model's.")
+    kv_cache_memory_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Bytes of the KV pool on each rank; default: worked out from gpu_memory_utilization.",
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9, gt=0, le=1, description="Share of the device's memory for weights and KV pool together."
+    )
+    block_size: int = Field(default=16, ge=1, le=256, description="Tokens a KV block holds.")
+    enable_prefix_caching: bool = Field(default=True, description="Share the KV blocks of equal prompt beginnings.")
+    default_policy: str = Field(
+        default="full", description="Eviction policy of requests that name none; full never evicts."
+    )
+    default_kv_budget: int | float | None = Field(
+        default=None,
+        description="KV budget of requests that name none: tokens per KV head, or at most 1 for a fraction of prompt "
+        "and answer; default: no limit.",
+    )
+
+    @field_validator("default_policy")
+    @classmethod
+    def _check_policy(cls, value: str) -> str:
+        try:
+            parse_policy(value)
+        except InvalidRequestError as error:
+            raise ValueError(str(error)) from error
+        return value
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> Self:
+        try:
+            policy = parse_policy(self.default_policy)
+            resolve_budget(policy, budget_from_number(self.default_kv_budget), context_tokens=1)
+        except InvalidRequestError as error:
+            raise ValueError(f"default_kv_budget: {error}") from error
+        return self
+
+
+class SchedulerSection(_Section):
+    """How many requests run, and how many wait."""
+
+    max_num_seqs: int = Field(default=64, ge=1, description="Sequences that an engine runs at once.")
+    max_num_batched_tokens: int = Field(
+        default=2048, ge=1, description="Tokens of prompts and answers that one step computes at most."
+    )
+    max_num_waiting: int = Field(default=256, ge=0, description="Sequences that may wait in an engine; beyond: 503.")
+
+
+class FrontDoorSection(_Section):
+    """What clients connect to."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for all.")
+    port: Port = Field(
+        default=8000, description="HTTP port; 0 takes a free one. Router i on a node listens on port + i."
+    )
+    grpc_port: Port = Field(
+        default=9000, description="gRPC port; 0 takes a free one. Router i on a node: grpc_port + i."
+    )
+    api_key: str | None = Field(
+        default=None, min_length=1, description="Key that clients must send; default: none needed."
+    )
+    request_timeout_s: float = Field(
+        default=600.0, gt=0, description="Seconds after which a request is ended, waiting included."
+    )
+
+
+class ClusterSection(_Section):
+    """How many processes, and where."""
+
+    num_routers: int = Field(default=1, ge=1, le=100, description="Processes that clients connect to.")
+    num_engines: int = Field(default=1, ge=1, description="Replicas of the model.")
+    tensor_parallel_size: int = Field(default=1, ge=1, description="Ranks that share one replica; only 1 works today.")
+    executor: Literal["ray", "fake"] = Field(
+        default="ray", description="ray computes; fake echoes the prompt without a model, to try what stands around it."
+    )
+    startup_timeout_s: float = Field(default=600.0, gt=0, description="Seconds within which everything must be ready.")
+    drain_timeout_s: float = Field(default=5.0, ge=0, description="Seconds that running requests get at shutdown.")
+
+    @field_validator("tensor_parallel_size")
+    @classmethod
+    def _check_ranks(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError("tensor parallelism is not built yet: only 1 works today")
+        return value
+
+
+class ClusterConfig(ModelSection, CacheSection, SchedulerSection, FrontDoorSection, ClusterSection):
+    """All settings of one kvorum cluster; see each section."""
+
+    @model_validator(mode="after")
+    def _check_ports(self) -> Self:
+        if self.port and self.grpc_port and abs(self.port - self.grpc_port) < self.num_routers:
+            raise ValueError(
+                f"grpc_port: {self.grpc_port} collides with port {self.port} (each is the first of {self.num_routers})"
+            )
+        return self
+
+
+def budget_from_number(number: int | float | None) -> int | float | None:
+    """Read a budget as people write it: at most 1 is a fraction, whole numbers above are tokens.
+
+    Raises:
+        InvalidRequestError: naming `kvorum.kv_budget`.
+    """
+    if number is None:
+        return None
+    if number <= 1:
+        return float(number)
+    if not math.isfinite(number) or number != int(number):
+        raise InvalidRequestError(
+            f"kv_budget is a fraction up to 1 or a whole number of tokens, got {number}", param="kvorum.kv_budget"
+        )
+    return int(number)
+
+
+def load_config(path: Path | None, flags: Mapping[str, Any]) -> ClusterConfig:
+    """Merge a YAML file and flags (by field name) into a checked configuration.
+
+    Raises:
+        ConfigError: a line for each mistake, with its place.
+    """
+    settings: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    if path:
+        for key, value in _read_yaml(path).items():
+            name = str(key).replace("-", "_")
+            if name in settings:
+                raise ConfigError(f"{path}: {key}: given twice")
+            settings[name] = value
+            places[name] = f"{path}: {key}"
+    for name, value in flags.items():
+        settings[name] = value
+        places[name] = _flag(name)
+    try:
+        return ClusterConfig.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_describe(detail, places) for detail in error.errors())) from None
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each setting; only the flags that were given end up in the parsed namespace."""
+    for section in ClusterConfig.__bases__:
+        group = parser.add_argument_group((section.__doc__ or "").rstrip("."))
+        for name in section.__annotations__:
+            _add_flag(group, name)
+
+
+def flags_of(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Pick the settings out of a parsed namespace."""
+    return {name: value for name, value in vars(namespace).items() if name in ClusterConfig.model_fields}
+
+
+def suggest(name: str, known: list[str]) -> str:
+    """Return '; did you mean …?' for a misspelt name, or nothing."""
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def _read_yaml(path: Path) -> Mapping[Any, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML: {error}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: expected `name: value` lines, found a {type(loaded).__name__}")
+    return loaded
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str) -> None:
+    field = ClusterConfig.model_fields[name]
+    default = "" if field.default is None else f" [{field.default}]"
+    help_text = f"{field.description}{default}".replace("%", "%%")
+    if field.annotation is bool:
+        action = argparse.BooleanOptionalAction
+        group.add_argument(_flag(name), action=action, default=argparse.SUPPRESS, help=help_text)
+    else:
+        group.add_argument(_flag(name), metavar=_metavar(field.annotation), default=argparse.SUPPRESS, help=help_text)
+
+
+def _metavar(annotation: object) -> str:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return _metavar(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(map(str, get_args(annotation))) + "}"
+    names: dict[object, str] = {int: "N", float: "X", Path: "FILE"}
+    return names.get(annotation, "TEXT")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _describe(detail: ErrorDetails, places: Mapping[str, str]) -> str:
+    path = ".".join(str(part) for part in detail["loc"])
+    if not path:  # a rule across fields: the message itself begins with the field's name
+        name, _, message = str(detail["ctx"]["error"]).partition(": ")
+        return f"{places.get(name, name)}: {message}"
+    place = places.get(str(detail["loc"][0]), path)
+    if detail["type"] == "extra_forbidden":
+        return f"{place}: unknown setting{suggest(path, list(ClusterConfig.model_fields))}"
+    message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return f"{place}: {message}, got {detail['input']!r}"
