@@ -101,6 +101,9 @@ class Backend(Protocol[PoolT, StepT]):
     def view_slots(self, pool: PoolT, row: int, block_table: Sequence[int], num_slots: int) -> SlotView:
         """Gather positions, scores and life of a sequence's slots."""
 
+    def read_scores(self, pool: PoolT, block_table: Sequence[int], num_slots: int) -> torch.Tensor:
+        """Return a copy of the scores of a sequence's first slots: [num_layers, num_kv_heads, num_slots]."""
+
     def write_scores(self, pool: PoolT, block_table: Sequence[int], scores: torch.Tensor) -> None:
         """Overwrite the scores of a sequence's first slots: [num_layers, num_kv_heads, num_slots]."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Generic
 
 import torch
@@ -12,15 +11,6 @@ from kvorum.kernels.backend import Backend, HostBlocks, PoolT, SlotView, StepT
 from kvorum.kernels.plan import ShrinkRequest
 from kvorum.kvstore import ops
 from kvorum.kvstore.types import BlockId, SeqId, SnapshotId
-
-
-@dataclass(frozen=True, slots=True)
-class Residence:
-    """Where a sequence's slots are: what it takes to look at them."""
-
-    row: int
-    block_ids: tuple[BlockId, ...]
-    num_slots: int
 
 
 class DeviceStore(Generic[PoolT, StepT]):
@@ -52,30 +42,32 @@ class DeviceStore(Generic[PoolT, StepT]):
             case ShrinkRequest():
                 self._backend.shrink(self.pool, op)
             case ops.SaveScores(snapshot_id, block_ids, num_slots):
-                self._snapshots[snapshot_id] = self._scores(block_ids, num_slots)
+                self._snapshots[snapshot_id] = self._backend.read_scores(self.pool, block_ids, num_slots)
             case ops.LoadScores(snapshot_id, block_ids, num_slots):
                 self._load_scores(snapshot_id, block_ids, num_slots)
             case ops.DropScores(snapshot_id):
                 del self._snapshots[snapshot_id]
             case ops.SwapOut(seq_id, row, block_ids, num_slots):
-                self._swapped[seq_id] = self._export_alive(Residence(row, block_ids, num_slots))
+                self._swapped[seq_id] = self._export_alive(ops.Residence(seq_id, row, block_ids, num_slots))
             case ops.SwapIn(seq_id, block_ids):
                 self._backend.import_slots(self.pool, block_ids, self._swapped.pop(seq_id))
             case ops.DropSwap(seq_id):
                 del self._swapped[seq_id]
 
-    def view(self, residence: Residence) -> SlotView:
+    def view(self, residence: ops.Residence) -> SlotView:
         """Gather positions, scores and life of a sequence's slots."""
+        if swapped := self._swapped.get(residence.seq_id):
+            return SlotView(swapped.positions, swapped.scores, torch.ones_like(swapped.positions, dtype=torch.bool))
         return self._backend.view_slots(self.pool, residence.row, residence.block_ids, residence.num_slots)
 
-    def _scores(self, block_ids: Sequence[BlockId], num_slots: int) -> torch.Tensor:
-        return self._backend.export_slots(self.pool, block_ids, num_slots).scores
-
     def _load_scores(self, snapshot_id: SnapshotId | None, block_ids: Sequence[BlockId], num_slots: int) -> None:
-        scores = self._scores(block_ids, num_slots) if snapshot_id is None else self._snapshots[snapshot_id]
-        self._backend.write_scores(self.pool, block_ids, torch.zeros_like(scores) if snapshot_id is None else scores)
+        if snapshot_id is None:
+            scores = torch.zeros_like(self._backend.read_scores(self.pool, block_ids, num_slots))
+        else:
+            scores = self._snapshots[snapshot_id]
+        self._backend.write_scores(self.pool, block_ids, scores)
 
-    def _export_alive(self, residence: Residence) -> HostBlocks:
+    def _export_alive(self, residence: ops.Residence) -> HostBlocks:
         """Export a sequence without its pending victims: one slot less in every (layer, KV head), in slot order."""
         slots = self._backend.export_slots(self.pool, residence.block_ids, residence.num_slots)
         alive = self.view(residence).alive.cpu()

@@ -13,6 +13,16 @@ from kvorum.kvstore.types import BlockId, SeqId, SnapshotId
 
 
 @dataclass(frozen=True, slots=True)
+class Residence:
+    """Where a sequence's slots are: what it takes to look at them. A swapped sequence has no blocks."""
+
+    seq_id: SeqId
+    row: int
+    block_ids: tuple[BlockId, ...]
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
 class CopyBlocks:
     """Copy whole blocks with scores and positions."""
 

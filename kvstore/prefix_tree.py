@@ -140,4 +140,4 @@ class PrefixTree:
             reachable += 1
             stack += node.children.values()
         assert reachable == len(self._by_block), "a cached block cannot be reached"
-        holders.update(self._by_block)
+        holders.update(self._by_block.keys())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvorum.kernels.plan import EvictionRule
+from kvorum.kvstore.ops import Residence
 from kvorum.kvstore.policies import Policy
 from kvorum.kvstore.types import BlockId, SeqId, blocks_for
 
@@ -63,6 +64,11 @@ class SequenceKV:
     def over_budget(self) -> bool:
         """Say whether more tokens are kept than the budget allows."""
         return self.budget is not None and self.alive_slots > self.budget
+
+    @property
+    def residence(self) -> Residence:
+        """Where its slots are."""
+        return Residence(self.seq_id, self.row, tuple(self.block_ids), self.num_slots)
 
     def missing_blocks(self, num_slots: int, block_size: int) -> int:
         """Return how many more blocks num_slots slots need."""

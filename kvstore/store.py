@@ -98,9 +98,9 @@ class KVStore:
         return self.num_blocks - self.num_free - self.num_cached
 
     @property
-    def has_row(self) -> bool:
-        """Say whether one more sequence may be resident."""
-        return bool(self._free_rows)
+    def open_seq_ids(self) -> set[SeqId]:
+        """Sequences that are open, swapped ones included."""
+        return set(self._sequences)
 
     def take_ops(self) -> tuple[MemoryOp, ...]:
         """Return the memory operations since the last call, to be carried out in order."""
@@ -110,17 +110,17 @@ class KVStore:
 
     # A sequence comes and goes.
 
-    def open(self, request: OpenRequest, *, first_chunk: int) -> SequenceKV | None:
-        """Start a sequence from the longest usable cached prefix; None when it and its first chunk do not fit now.
+    def open(self, request: OpenRequest, *, room_for: int) -> SequenceKV | None:
+        """Start a sequence from the longest usable cached prefix, with blocks for room_for more tokens.
 
-        At least one token is left to compute. A hit is `num_tokens` and `num_slots` of the result.
+        None when it does not fit now. At least one token is left to compute; a hit is the result's num_cached_tokens.
         """
         if not self._free_rows:
             return None
         chain, depth, snapshot = self._usable_prefix(request)
         hit = chain[:depth]
         scored = request.policy.evicts
-        first_slots = min(len(request.tokens), depth * self.block_size + first_chunk)
+        first_slots = min(len(request.tokens), depth * self.block_size + room_for)
         new_blocks = blocks_for(first_slots, self.block_size) - (0 if scored else depth)
         self._tree.acquire(hit)
         fresh = self._allocate(new_blocks)
@@ -203,11 +203,16 @@ class KVStore:
                 return min(num_tokens, cut - sequence.num_tokens)
         return num_tokens
 
-    def extend(self, sequence: SequenceKV, num_tokens: int) -> bool:
-        """Make room for a prefill chunk, by shrinking the sequence to its budget first when the pool is short."""
+    def room(self, sequence: SequenceKV) -> int:
+        """Return how many more slots the sequence could get now."""
+        blocks = len(sequence.block_ids) + self.num_free + self.num_cached
+        return blocks * self.block_size - sequence.num_slots
+
+    def extend(self, sequence: SequenceKV, num_tokens: int, *, may_evict: bool) -> bool:
+        """Make room for a prefill chunk; when the pool is short, by a cut to the budget first if it may_evict."""
         if self._grow(sequence, sequence.num_slots + num_tokens):
             return True
-        if not sequence.over_budget:
+        if not may_evict or not sequence.over_budget:
             return False
         assert sequence.budget is not None
         if not self.shrink(sequence, sequence.budget):

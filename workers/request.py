@@ -49,6 +49,11 @@ class SamplingParams:
     eos_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
+    @property
+    def needs_history(self) -> bool:
+        """Say whether a penalty looks at the tokens so far."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class KVParams:

@@ -44,8 +44,11 @@ def attend(
         [num_kv_heads, group_size, t, n].
     """
     logits = masked_logits(queries, keys, seen)
-    lse = logits.logsumexp(dim=-1)
-    probabilities = (logits - lse[..., None]).exp()
+    highest = logits.amax(dim=-1, keepdim=True)
+    probabilities = (logits - highest).exp()
+    total = probabilities.sum(dim=-1, keepdim=True)
+    probabilities = probabilities / total
+    lse = (highest + total.log())[..., 0]
     output = (probabilities.to(values.dtype).flatten(1, 2) @ values).view(queries.shape)
     return output, lse, probabilities
 
@@ -67,16 +70,13 @@ def column_sums(
     Returns:
         [num_kv_heads, n] in float32 or wider.
     """
-    sums = [
-        torch.einsum(
-            "hgtn,t->hn",
-            (masked_logits(queries, key_tile, seen_tile) - lse[..., None]).exp(),
-            weights.to(lse.dtype),
-        )
-        for key_tile, seen_tile in zip(
-            torch.split(keys, KEY_TILE, dim=1), torch.split(seen, KEY_TILE, dim=2), strict=True
-        )
-    ]
+    sums = []
+    for key_tile, seen_tile in zip(torch.split(keys, KEY_TILE, dim=1), torch.split(seen, KEY_TILE, dim=2), strict=True):
+        sees_any = seen_tile.any(dim=0).any(dim=-1)
+        first = int(sees_any.int().argmax())  # queries before the first that sees a key of this tile add nothing
+        logits = masked_logits(queries[:, :, first:], key_tile, seen_tile[:, first:])
+        probabilities = (logits - lse[:, :, first:, None]).exp()
+        sums.append((probabilities.sum(dim=1) * weights[first:, None]).sum(dim=1))
     return torch.cat(sums, dim=-1)
 
 

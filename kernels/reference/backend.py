@@ -252,6 +252,10 @@ class ReferenceBackend:
         """Gather positions, scores and life of a sequence's slots."""
         return pool_ops.view_slots(pool, row, block_table, num_slots)
 
+    def read_scores(self, pool: ReferencePool, block_table: Sequence[int], num_slots: int) -> torch.Tensor:
+        """Return a copy of the scores of a sequence's first slots."""
+        return pool_ops.read_scores(pool, block_table, num_slots)
+
     def write_scores(self, pool: ReferencePool, block_table: Sequence[int], scores: torch.Tensor) -> None:
         """Overwrite the scores of a sequence's first slots."""
         pool_ops.write_scores(pool, block_table, scores)

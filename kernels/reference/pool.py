@@ -97,6 +97,12 @@ def import_slots(pool: ReferencePool, block_table: Sequence[int], slots: HostBlo
     pool.scores[:, blocks, :, offsets] = slots.scores.to(pool.kv.device).permute(2, 0, 1)
 
 
+def read_scores(pool: ReferencePool, block_table: Sequence[int], num_slots: int) -> torch.Tensor:
+    """Return a copy of the scores of a sequence's first slots, [num_layers, num_kv_heads, num_slots]."""
+    blocks, offsets = pool.locate(block_table, num_slots)
+    return pool.scores[:, blocks, :, offsets].permute(1, 2, 0)
+
+
 def write_scores(pool: ReferencePool, block_table: Sequence[int], scores: torch.Tensor) -> None:
     """Overwrite the scores of a sequence's first slots with [num_layers, num_kv_heads, num_slots]."""
     blocks, offsets = pool.locate(block_table, scores.shape[-1])

@@ -1,0 +1,36 @@
+"""What an engine and its ranks are built from; `cluster/config.py` checks it and fills it in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+DtypeName = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One engine.
+
+    model: folder, .gguf file, hub id or `smollm2-135m`. dtype: of weights, computation and KV; auto is float32 on CPUs
+    and bfloat16 on GPUs. device: a torch device, auto is cuda when there is one. max_model_len: None is the model's
+    own. kv_cache_memory_bytes: the pool's size; None is gpu_memory_utilization of what the GPU has left once the
+    weights are there, and CPU_POOL_BYTES on CPUs. num_threads: of computation on CPUs, None leaves torch's choice.
+    """
+
+    model: str
+    model_name: str
+    dtype: DtypeName = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_num_waiting: int = 256
+    enable_prefix_caching: bool = True
+    num_threads: int | None = None
+
+
+CPU_POOL_BYTES = 2 * 1024**3

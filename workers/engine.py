@@ -1,0 +1,234 @@
+"""The engine: the loop that turns requests into steps and steps into streams of tokens.
+
+A request's way:
+ 1. A router's session submits it. What can never be served is refused here, as is what comes when the queue is full.
+ 2. The scheduler admits it into a step, with the blocks that the KV store found for it.
+ 3. The executor carries the step out on every rank.
+ 4. The scheduler takes the samples in; each session gets everything the step brought for it as one batch.
+ 5. At its end what was kept is measured, its blocks are freed, and the last output carries the receipt.
+
+The loop is the only writer of the scheduler. It runs in the event loop and only waits for executors there: a step never
+blocks it. Ends that clients ask for are taken in between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+from kvorum.kvstore.errors import CapacityError, EngineLostError
+from kvorum.kvstore.store import KVStore
+from kvorum.workers.executor import Executor
+from kvorum.workers.plan import StepPlan
+from kvorum.workers.request import (
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    RequestId,
+    RequestOutput,
+)
+from kvorum.workers.scheduler import Scheduler, SchedulerLimits
+
+RETRY_AFTER_S = 1.0
+
+
+class Engine:
+    """One engine: a scheduler, a KV store and an executor.
+
+    clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        executor: Executor,
+        *,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.info = info
+        self.store = KVStore(
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            max_num_seqs=info.max_num_seqs,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        self.scheduler = Scheduler(
+            self.store,
+            SchedulerLimits(
+                max_model_len=info.max_model_len,
+                vocab_size=info.vocab_size,
+                max_num_seqs=info.max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+            ),
+        )
+        self._executor = executor
+        self._clock = clock
+        self._sessions: dict[RequestId, EngineSession] = {}
+        self._ends: list[tuple[RequestId, FinishReason]] = []
+        self._wake = asyncio.Event()
+        self._loop: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+
+    async def start(self) -> None:
+        """Start the loop."""
+        self._loop = asyncio.create_task(self._run(), name="engine loop")
+
+    async def stop(self) -> None:
+        """End the loop, then the ranks. Running requests end with ABORT."""
+        if self._loop is not None:
+            self._loop.cancel()
+            await asyncio.gather(self._loop, return_exceptions=True)
+            self._loop = None
+        self._end_all(FinishReason.ABORT, error=None)
+        await self._executor.stop()
+
+    async def check_health(self) -> None:
+        """Raise EngineLostError when the loop has failed or a rank is dead."""
+        if self._failure is not None:
+            raise EngineLostError(f"the engine failed: {self._failure}")
+        await self._executor.check_health()
+
+    def open_session(self) -> EngineSession:
+        """Return a new session, for one router."""
+        return EngineSession(self)
+
+    def stats(self) -> EngineStats:
+        """Return a consistent look at the engine."""
+        scheduler, store = self.scheduler, self.store
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            blocks_free=store.num_free,
+            blocks_held=store.num_held,
+            blocks_cached=store.num_cached,
+            steps_total=scheduler.totals.steps,
+            prompt_tokens_total=scheduler.totals.prompt_tokens,
+            generation_tokens_total=scheduler.totals.generation_tokens,
+            prefix_cache_queries_total=store.prefix_queries_tokens,
+            prefix_cache_hits_total=store.prefix_hits_tokens,
+            preemptions_total=scheduler.totals.preemptions,
+            evicted_tokens_total=dict(scheduler.evicted_tokens),
+        )
+
+    # What sessions call.
+
+    def submit(self, request: EngineRequest, session: EngineSession) -> None:
+        """Queue a request; raises InvalidRequestError, CapacityError or EngineLostError."""
+        if self._failure is not None:
+            raise EngineLostError("the engine has failed and is being replaced")
+        self.scheduler.check(request)
+        if self.scheduler.num_waiting >= self.info.max_num_waiting:
+            raise CapacityError(
+                f"the engine's queue is full ({self.info.max_num_waiting} requests)", retry_after_s=RETRY_AFTER_S
+            )
+        self.scheduler.add(request, now_s=self._clock())
+        self._sessions[request.request_id] = session
+        self._wake.set()
+
+    def end(self, request_id: RequestId, reason: FinishReason) -> None:
+        """End a request between this step and the next."""
+        self._ends.append((request_id, reason))
+        self._wake.set()
+
+    # The loop.
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                if not self.scheduler.has_work and not self._ends:
+                    self._wake.clear()
+                    await self._wake.wait()
+                await self._step()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as failure:
+            self._failure = failure
+            self._end_all(FinishReason.ERROR, error="the engine failed while it served the request")
+            raise
+
+    async def _step(self) -> None:
+        """Take ends in, carry out one step, send what it brought."""
+        for request_id, reason in self._ends:
+            self.scheduler.end(request_id, reason)
+        self._ends = []
+        plan = self.scheduler.schedule(now_s=self._clock())
+        outputs: list[RequestOutput] = []
+        if plan is not None:
+            result = await self._executor.execute(plan)
+            outputs = self.scheduler.apply(plan, result)
+            await self._keep_floors()
+        outputs += await self._release_ended()
+        self._send(outputs)
+        assert plan is not None or not self.scheduler.has_work, "work is waiting and nothing runs"
+
+    async def _keep_floors(self) -> None:
+        queries = self.scheduler.budget_queries()
+        if queries:
+            budgets = await self._executor.smallest_budgets(list(queries.values()))
+            self.scheduler.set_budgets(dict(zip(queries, budgets, strict=True)))
+
+    async def _release_ended(self) -> list[RequestOutput]:
+        queries = self.scheduler.mass_queries()
+        masses: list[float] = []
+        if queries:
+            # A victim that was spared by the last step must be alive when the kept mass is measured.
+            await self._executor.execute(StepPlan(self.store.take_ops(), ()))
+            masses = await self._executor.retained_masses(list(queries.values()))
+        return self.scheduler.release(dict(zip(queries, masses, strict=True)), now_s=self._clock())
+
+    def _send(self, outputs: list[RequestOutput]) -> None:
+        batches: dict[EngineSession, list[RequestOutput]] = defaultdict(list)
+        for output in outputs:
+            batches[self._sessions[output.request_id]].append(output)
+            if output.finish_reason is not None:
+                del self._sessions[output.request_id]
+        for session, batch in batches.items():
+            session.deliver(batch)
+
+    def _end_all(self, reason: FinishReason, *, error: str | None) -> None:
+        self._send([RequestOutput(request_id, finish_reason=reason, error=error) for request_id in self._sessions])
+
+
+class EngineSession:
+    """One router's requests on an engine; everything a step brought for it comes as one batch."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._batches: asyncio.Queue[list[RequestOutput]] = asyncio.Queue()
+        self._open: set[RequestId] = set()
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a request; raises InvalidRequestError, CapacityError or EngineLostError."""
+        self._engine.submit(request, self)
+        self._open.add(request.request_id)
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request whose client went away; its last output says ABORT."""
+        self._end(request_id, FinishReason.ABORT)
+
+    def finish(self, request_id: RequestId) -> None:
+        """End a request that reached a stop string; its last output says STOP."""
+        self._end(request_id, FinishReason.STOP)
+
+    def _end(self, request_id: RequestId, reason: FinishReason) -> None:
+        if request_id in self._open:
+            self._engine.end(request_id, reason)
+
+    async def outputs(self) -> list[RequestOutput]:
+        """Wait for the next batch."""
+        return await self._batches.get()
+
+    def deliver(self, batch: list[RequestOutput]) -> None:
+        """Take what a step brought for this session."""
+        self._open.difference_update(output.request_id for output in batch if output.finish_reason is not None)
+        self._batches.put_nowait(batch)
+
+    def close(self) -> None:
+        """End all requests of this session."""
+        for request_id in tuple(self._open):
+            self.abort(request_id)

@@ -1,0 +1,89 @@
+"""One engine step as plain data: what the scheduler decides, ranks carry out and report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvorum.kernels.plan import EvictionRule, SequenceStep
+from kvorum.kvstore.ops import MemoryOp, Residence
+from kvorum.kvstore.policies import Policy
+from kvorum.kvstore.types import SeqId
+from kvorum.workers.request import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """Draw the next token of a sequence. index: how many tokens of the answer came before.
+
+    prompt, answer: the tokens so far, filled in only when a penalty needs them.
+    """
+
+    params: SamplingParams
+    index: int
+    prompt: tuple[int, ...] = ()
+    answer: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """One sequence's part of a step. sample: None while its prompt is not done.
+
+    report_retained: report its retained mass after the step, pending victims not counted.
+    """
+
+    seq_id: SeqId
+    token_ids: tuple[int, ...]
+    step: SequenceStep
+    sample: SampleRequest | None
+    report_retained: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Memory operations in order, then one forward pass over the rows."""
+
+    ops: tuple[MemoryOp, ...]
+    rows: tuple[RowPlan, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(row.step.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A drawn token. logprobs: None unless asked for."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a step: a sample for each row that asked for one, retained masses where reported."""
+
+    samples: Mapping[SeqId, Sample]
+    retained: Mapping[SeqId, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MassQuery:
+    """Ask for a sequence's retained mass. num_tokens: tokens whose KV was written so far."""
+
+    residence: Residence
+    rule: EvictionRule
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetQuery:
+    """Ask for the smallest budget, at least `budget`, whose cut at the prompt's end keeps `floor` of the mass."""
+
+    residence: Residence
+    policy: Policy
+    floor: float
+    budget: int
+    prompt_tokens: int
+    num_tokens: int

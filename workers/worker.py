@@ -1,0 +1,189 @@
+"""One rank: weights, a pool, and the forward pass over a step plan. A plain class; `group.py` puts it into an actor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+import torch
+
+from kvorum.kernels.backend import Backend, PoolT, SlotView, StepT
+from kvorum.kernels.reference.backend import ReferenceBackend, ReferenceStep
+from kvorum.kernels.reference.pool import ReferencePool
+from kvorum.kernels.spec import DecoderSpec, Shard
+from kvorum.kvstore.device import DeviceStore
+from kvorum.kvstore.ops import Residence
+from kvorum.kvstore.retention import mass_given, retained_mass, smallest_budget
+from kvorum.kvstore.types import BlockId, SeqId, blocks_for
+from kvorum.workers.checkpoint.resolve import resolve
+from kvorum.workers.checkpoint.weights import iter_weights
+from kvorum.workers.config import CPU_POOL_BYTES, EngineConfig
+from kvorum.workers.plan import BudgetQuery, MassQuery, RowPlan, Sample, SampleRequest, StepPlan, StepResult
+from kvorum.workers.sampler import sample
+
+Sampler = Callable[[torch.Tensor, SampleRequest, RowPlan], Sample]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RankShape:
+    """What the engine must know of a loaded rank."""
+
+    spec: DecoderSpec
+    max_model_len: int
+    num_blocks: int
+
+
+class Worker(Generic[PoolT, StepT]):
+    """One tensor-parallel rank."""
+
+    def __init__(
+        self,
+        backend: Backend[PoolT, StepT],
+        pool: PoolT,
+        *,
+        sampler: Sampler = lambda logits, request, _row: sample(logits, request),
+    ) -> None:
+        self._backend = backend
+        self._store = DeviceStore(backend, pool)
+        self._sampler = sampler
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carry out a step: memory operations, forward pass, sampling."""
+        for op in plan.ops:
+            self._store.carry_out(op)
+        if not plan.rows:
+            return StepResult({})
+        token_ids = torch.tensor([token for row in plan.rows for token in row.token_ids], dtype=torch.int64)
+        hidden = self._forward(token_ids, plan)
+        return StepResult(samples=self._sample(hidden, plan), retained=self._retained(plan))
+
+    def _forward(self, token_ids: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        backend, pool = self._backend, self._store.pool
+        step = backend.prepare(pool, token_ids, [row.step for row in plan.rows])
+        hidden = backend.embed(step)
+        for layer in range(backend.spec.num_layers):
+            partial = backend.attention_block(hidden, layer, pool, step)
+            hidden = backend.add_residual(hidden, partial, layer, after_mlp=False)
+            partial = backend.mlp_block(hidden, layer)
+            hidden = backend.add_residual(hidden, partial, layer, after_mlp=True)
+        return hidden
+
+    def _sample(self, hidden: torch.Tensor, plan: StepPlan) -> dict[SeqId, Sample]:
+        ends, end = [], 0
+        for row in plan.rows:
+            end += row.step.num_tokens
+            ends.append(end - 1)
+        sampled = [(last, row) for last, row in zip(ends, plan.rows, strict=True) if row.sample is not None]
+        if not sampled:
+            return {}
+        logits = self._backend.logits(hidden[[last for last, _ in sampled]])
+        return {
+            row.seq_id: self._sampler(row_logits, row.sample, row)
+            for row_logits, (_, row) in zip(logits, sampled, strict=True)
+            if row.sample is not None
+        }
+
+    def _retained(self, plan: StepPlan) -> dict[SeqId, float]:
+        queries = {}
+        for row in plan.rows:
+            step = row.step
+            if row.report_retained and step.rule is not None:
+                num_slots = step.num_slots + (0 if step.replace else step.num_tokens)
+                residence = Residence(row.seq_id, step.row, tuple(map(BlockId, step.block_table)), num_slots)
+                queries[row.seq_id] = MassQuery(residence, step.rule, step.start + step.num_tokens)
+        return dict(zip(queries, self.retained_masses(list(queries.values())), strict=True))
+
+    def retained_masses(self, queries: Sequence[MassQuery]) -> list[float]:
+        """Measure the retained mass of sequences."""
+        return [
+            retained_mass(
+                self._store.view(query.residence),
+                mass=mass_given(query.rule, num_tokens=query.num_tokens, group_size=self._group_size),
+            )
+            for query in queries
+        ]
+
+    def smallest_budgets(self, queries: Sequence[BudgetQuery]) -> list[int]:
+        """Find the smallest budgets that keep the floors at a prompt's end."""
+        return [
+            smallest_budget(
+                self._store.view(query.residence),
+                query.policy,
+                floor=query.floor,
+                budget=query.budget,
+                prompt_tokens=query.prompt_tokens,
+                mass=mass_given(
+                    query.policy.rule(query.budget, prompt_tokens=query.prompt_tokens),
+                    num_tokens=query.num_tokens,
+                    group_size=self._group_size,
+                ),
+            )
+            for query in queries
+        ]
+
+    def view(self, residence: Residence) -> SlotView:
+        """Gather positions, scores and life of a sequence's slots."""
+        return self._store.view(residence)
+
+    @property
+    def _group_size(self) -> int:
+        return self._backend.shard.num_heads // self._backend.shard.num_kv_heads
+
+
+def load_worker(
+    config: EngineConfig, *, on_progress: Progress | None = None
+) -> tuple[Worker[ReferencePool, ReferenceStep], RankShape]:
+    """Load a checkpoint onto this process's device and size the pool.
+
+    on_progress: called with bytes loaded and bytes in all.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    device = choose_device(config.device)
+    checkpoint = resolve(config.model)
+    spec = checkpoint.spec
+    shard = Shard.whole(spec)
+    dtype = choose_dtype(config.dtype, device)
+    backend = ReferenceBackend(spec, shard, dtype=dtype, device=device)
+    backend.load(iter_weights(checkpoint, shard, dtype=dtype, on_progress=on_progress))
+    max_model_len = min(config.max_model_len or spec.max_position, spec.max_position)
+    num_blocks = size_pool(
+        pool_bytes=_pool_bytes(config, device),
+        block_bytes=backend.block_bytes(config.block_size),
+        most_useful=config.max_num_seqs * blocks_for(max_model_len, config.block_size),
+    )
+    pool = backend.allocate_pool(num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
+    return Worker(backend, pool), RankShape(spec, max_model_len, num_blocks)
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the torch device of a name; auto is cuda when there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the torch dtype of a name; auto is float32 on CPUs, bfloat16 elsewhere."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def size_pool(*, pool_bytes: int, block_bytes: int, most_useful: int) -> int:
+    """Return how many blocks to allocate: what the memory holds, but no more than could ever be used."""
+    return max(1, min(pool_bytes // block_bytes, most_useful))
+
+
+def _pool_bytes(config: EngineConfig, device: torch.device) -> int:
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    if device.type == "cpu":
+        return CPU_POOL_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(free - (1.0 - config.gpu_memory_utilization) * total))
