@@ -54,15 +54,17 @@ class ModelSection(_Section):
     chat_template: Path | None = Field(
         default=None, description="File with a Jinja chat template to use instead of the model's own."
     )
-    seed: int = Field(
-        default=0, ge=0, lt=2**63, description="Seed of everything random that no request's own seed governs."
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        lt=2**63,
+        description="Seeds the seeds of requests that bring none, for reproducible runs; default: unpredictable.",
     )
 
 
 class CacheSection(_Section):
     """How much memory the KV cache has and what may be evicted from it."""
 
-    kv_cache_dtype: DType = Field(default="auto", description="Type of cached keys and values; auto takes the model's.")
     kv_cache_memory_bytes: int | None = Field(
         default=None,
         ge=1,
@@ -138,6 +140,7 @@ class ClusterSection(_Section):
     executor: Literal["ray", "fake"] = Field(
         default="ray", description="ray computes; fake echoes the prompt without a model, to try what stands around it."
     )
+    fake_step_delay_s: float = Field(default=0.0, ge=0, description="Seconds that a step of the fake executor takes.")
     startup_timeout_s: float = Field(default=600.0, gt=0, description="Seconds within which everything must be ready.")
     drain_timeout_s: float = Field(default=5.0, ge=0, description="Seconds that running requests get at shutdown.")
 

@@ -1,7 +1,7 @@
 """The router's end of the router-engine stream: all of its requests to one engine over one gRPC call.
 
 A request's way through it:
- 1. `submit` puts a Submit command into the stream and returns a RequestStream at once.
+ 1. `submit` puts a Submit command for each sequence into the stream and returns a RequestStream at once.
  2. Each StepOutputs message is dealt out to the RequestStreams it concerns; a Rejection raises its error there.
  3. A RequestStream that is closed before its end sends Abort; what still arrives for it is dropped.
  4. When the stream breaks or falls silent, every open RequestStream raises EngineLostError, and the client connects
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -50,40 +50,46 @@ class EngineStatus:
 
 
 class RequestStream:
-    """The outputs of one request; the owner must `close` it."""
+    """The outputs of the sequences of one request, as they arrive; the owner must `close` it."""
 
-    def __init__(self, client: EngineClient, request_id: RequestId) -> None:
-        self.request_id = request_id
+    def __init__(self, client: EngineClient, request_ids: Iterable[RequestId]) -> None:
         self._client = client
+        self._open = set(request_ids)
         self._arrived: asyncio.Queue[RequestOutput | KvorumError] = asyncio.Queue()
-        self._is_over = False
 
     async def next(self) -> RequestOutput:
-        """Wait for the next output; raise what ended the request instead of a final output."""
+        """Wait for the next output of any sequence; raise what ended one of them instead of a final output."""
         item = await self._arrived.get()
         if isinstance(item, KvorumError):
             raise item
         return item
 
-    def finish(self) -> None:
-        """Say that a stop string was seen; the final output follows."""
-        self._client.send(Finish(self.request_id))
+    def finish(self, request_id: RequestId) -> None:
+        """Say that a stop string was seen in a sequence; its final output follows."""
+        self._client.send(Finish(request_id))
 
     def abort(self) -> None:
-        """Ask for the request's end; the final output follows."""
-        self._client.send(Abort(self.request_id))
+        """Ask for the end of all sequences; their final outputs follow."""
+        for request_id in self._open:
+            self._client.send(Abort(request_id))
 
     def close(self) -> None:
-        """Stop listening; abort the request unless it is over."""
-        if not self._is_over:
-            self._is_over = True
-            self._client.forget(self.request_id)
-            self.abort()
+        """Stop listening; abort the sequences that are not over."""
+        self.abort()
+        for request_id in self._open:
+            self._client.forget(request_id)
+        self._open.clear()
 
-    def deliver(self, item: RequestOutput | KvorumError) -> None:
+    def deliver(self, request_id: RequestId, item: RequestOutput | KvorumError) -> None:
         """Hand on what arrived; for the client only."""
-        self._is_over = isinstance(item, KvorumError) or item.finish_reason is not None
+        if is_last(item):
+            self._open.discard(request_id)
         self._arrived.put_nowait(item)
+
+
+def is_last(item: RequestOutput | KvorumError) -> bool:
+    """Say whether nothing can follow for the sequence."""
+    return isinstance(item, KvorumError) or item.finish_reason is not None
 
 
 class EngineClient:
@@ -118,14 +124,15 @@ class EngineClient:
                 self._lose_streams()
             await asyncio.sleep(self._retry_interval_s)
 
-    def submit(self, request: EngineRequest) -> RequestStream:
-        """Send a request to the engine."""
+    def submit(self, requests: Sequence[EngineRequest]) -> RequestStream:
+        """Send the sequences of one request to the engine."""
         if self.status is None:
             raise EngineLostError("the engine is not connected")
-        assert request.request_id not in self._streams
-        stream = RequestStream(self, request.request_id)
-        self._streams[request.request_id] = stream
-        self.send(Submit(request))
+        stream = RequestStream(self, [request.request_id for request in requests])
+        for request in requests:
+            assert request.request_id not in self._streams
+            self._streams[request.request_id] = stream
+            self.send(Submit(request))
         return stream
 
     def send(self, command: Command) -> None:
@@ -174,16 +181,16 @@ class EngineClient:
         stream = self._streams.get(request_id)
         if stream is None:
             return
-        if isinstance(item, KvorumError) or item.finish_reason is not None:
+        if is_last(item):
             self.forget(request_id)
-        stream.deliver(item)
+        stream.deliver(request_id, item)
 
     def _lose_streams(self) -> None:
         lost_id = self.status.info.engine_id if self.status else "?"
         self.status = None
         streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.deliver(EngineLostError(f"engine {lost_id} was lost while it served the request"))
+        for request_id, stream in streams.items():
+            stream.deliver(request_id, EngineLostError(f"engine {lost_id} was lost while it served the request"))
 
 
 async def _encoded(outbox: asyncio.Queue[Command]) -> AsyncIterator[pb.SessionRequest]:

@@ -12,7 +12,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from kvorum.kvstore.errors import CapacityError, ContextLengthError, InvalidRequestError, KvorumError, NeverFitsError
+from kvorum.kvstore.errors import (
+    CapacityError,
+    ContextLengthError,
+    EngineLostError,
+    InvalidRequestError,
+    KvorumError,
+    NeverFitsError,
+)
 from kvorum.protos.engine.v1 import engine_pb2 as pb
 from kvorum.workers.request import (
     EngineInfo,
@@ -101,6 +108,7 @@ _REJECTION_CODES: dict[type[KvorumError], pb.RejectionCode] = {
     ContextLengthError: pb.REJECTION_CODE_CONTEXT_LENGTH,
     NeverFitsError: pb.REJECTION_CODE_NEVER_FITS,
     CapacityError: pb.REJECTION_CODE_CAPACITY,
+    EngineLostError: pb.REJECTION_CODE_ENGINE_LOST,
 }
 
 
@@ -283,6 +291,8 @@ def _rejection_from_pb(message: pb.Rejection) -> Rejection:
     match message.code:
         case pb.REJECTION_CODE_CAPACITY:
             error = CapacityError(message.message, retry_after_s=message.retry_after_s)
+        case pb.REJECTION_CODE_ENGINE_LOST:
+            error = EngineLostError(message.message)
         case pb.REJECTION_CODE_CONTEXT_LENGTH:
             error = ContextLengthError(message.message, param=param)
         case pb.REJECTION_CODE_NEVER_FITS:

@@ -10,41 +10,35 @@ from dataclasses import dataclass
 import pytest
 
 from kvorum.cluster.engine_client import EngineClient, RequestStream
-from kvorum.kvstore.errors import CapacityError, EngineLostError, NeverFitsError
-from kvorum.workers.engine_server import EngineServer
-from kvorum.workers.request import EngineRequest, FinishReason, RequestId, RequestOutput, SamplingParams
-from kvtest.echo_engine import DEFAULT_INFO, EchoEngine
+from kvorum.kvstore.errors import CapacityError, ContextLengthError, EngineLostError
+from kvorum.workers.request import EngineRequest, EngineStats, FinishReason, RequestId, RequestOutput, SamplingParams
+from kvtest.stack import DEFAULT_INFO, EngineHost
 from kvtest.waiting import eventually
 
 
 @dataclass
 class Link:
-    engine: EchoEngine
-    server: EngineServer
+    host: EngineHost
     client: EngineClient
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.host.engine.stats()
 
 
 @contextlib.asynccontextmanager
-async def link(*, step_s: float = 0.001, silence_timeout_s: float = 5.0) -> AsyncIterator[Link]:
-    engine = EchoEngine(step_s=step_s)
-    await engine.start()
-    server = EngineServer(engine, heartbeat_interval_s=0.02)
-    port = await server.start("127.0.0.1")
-
-    async def resolve_address() -> str:
-        return f"127.0.0.1:{port}"
-
-    client = EngineClient(resolve_address, silence_timeout_s=silence_timeout_s, retry_interval_s=0.01)
+async def link(*, step_delay_s: float = 0.0, silence_timeout_s: float = 5.0) -> AsyncIterator[Link]:
+    host = await EngineHost.start(step_delay_s=step_delay_s)
+    client = EngineClient(host.resolve_address, silence_timeout_s=silence_timeout_s, retry_interval_s=0.01)
     running = asyncio.create_task(client.run())
     await eventually(lambda: client.status is not None)
     try:
-        yield Link(engine, server, client)
+        yield Link(host, client)
     finally:
         running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
-        await server.stop()
-        await engine.stop()
+        await asyncio.gather(running, return_exceptions=True)
+        await host.stop()
+        await asyncio.sleep(0.01)
 
 
 def request(request_id: str = "r", *, max_tokens: int = 5, prompt: tuple[int, ...] = (7, 8, 9)) -> EngineRequest:
@@ -73,7 +67,7 @@ def test_the_router_learns_what_the_engine_is_and_how_full() -> None:
 def test_requests_share_the_stream_and_each_gets_its_own_tokens() -> None:
     async def scenario() -> None:
         async with link() as wired:
-            streams = [wired.client.submit(request(f"r{i}", prompt=(i, 10 + i), max_tokens=3 + i)) for i in range(4)]
+            streams = [wired.client.submit([request(f"r{i}", prompt=(i, 10 + i), max_tokens=3 + i)]) for i in range(4)]
             results = await asyncio.gather(*map(read_all, streams))
             for i, (token_ids, last) in enumerate(results):
                 assert token_ids == [(i, 10 + i)[j % 2] for j in range(3 + i)]
@@ -84,31 +78,48 @@ def test_requests_share_the_stream_and_each_gets_its_own_tokens() -> None:
     asyncio.run(scenario())
 
 
+def test_the_sequences_of_one_request_arrive_in_one_stream() -> None:
+    async def scenario() -> None:
+        async with link() as wired:
+            stream = wired.client.submit(
+                [request("a", prompt=(1,), max_tokens=2), request("b", prompt=(2,), max_tokens=3)]
+            )
+            arrived: dict[str, list[int]] = {"a": [], "b": []}
+            num_open = 2
+            while num_open:
+                output = await stream.next()
+                arrived[output.request_id] += output.token_ids
+                num_open -= output.finish_reason is not None
+            assert arrived == {"a": [1, 1], "b": [2, 2, 2]}
+
+    asyncio.run(scenario())
+
+
 def test_a_refused_request_raises_the_engines_error() -> None:
     async def scenario() -> None:
-        async with link(step_s=0.05) as wired:
-            stream = wired.client.submit(request(max_tokens=100_000))
-            with pytest.raises(NeverFitsError, match="never fits"):
+        async with link(step_delay_s=0.05) as wired:
+            stream = wired.client.submit([request(max_tokens=400_000)])
+            with pytest.raises(ContextLengthError, match="512"):
                 await stream.next()
-            streams = [wired.client.submit(request(f"r{i}", max_tokens=100)) for i in range(20)]
+            streams = [wired.client.submit([request(f"r{i}", max_tokens=100)]) for i in range(20)]
             with pytest.raises(CapacityError) as caught:
                 await asyncio.gather(*map(read_all, streams))
-            assert caught.value.retry_after_s == 1.5
+            assert caught.value.retry_after_s == 1.0
 
     asyncio.run(scenario())
 
 
 def test_closing_a_stream_frees_its_blocks_within_a_step() -> None:
     async def scenario() -> None:
-        async with link(step_s=0.01) as wired:
-            stream = wired.client.submit(request(max_tokens=400))
+        async with link(step_delay_s=0.01) as wired:
+            stream = wired.client.submit([request(max_tokens=400)])
             await stream.next()
-            assert wired.engine.stats().blocks_held == 1
+            assert wired.stats.blocks_held == 1
             stream.close()
-            steps = wired.engine.steps
-            await eventually(lambda: wired.engine.stats().blocks_held == 0)
+            steps = wired.stats.steps_total
+            await eventually(lambda: wired.stats.blocks_held == 0)
             # One step may have been under way when the command left, one when it arrived.
-            assert wired.engine.steps - steps <= 2
+            assert wired.stats.steps_total - steps <= 2
             assert wired.client.status
 
     asyncio.run(scenario())
@@ -117,9 +128,9 @@ def test_closing_a_stream_frees_its_blocks_within_a_step() -> None:
 def test_finish_ends_a_request_with_a_receipt() -> None:
     async def scenario() -> None:
         async with link() as wired:
-            stream = wired.client.submit(request(max_tokens=400))
+            stream = wired.client.submit([request(max_tokens=400)])
             await stream.next()
-            stream.finish()
+            stream.finish(RequestId("r"))
             _, last = await read_all(stream)
             assert last.finish_reason is FinishReason.STOP
             assert last.receipt
@@ -130,7 +141,7 @@ def test_finish_ends_a_request_with_a_receipt() -> None:
 def test_an_asked_for_abort_is_reported() -> None:
     async def scenario() -> None:
         async with link() as wired:
-            stream = wired.client.submit(request(max_tokens=400))
+            stream = wired.client.submit([request(max_tokens=400)])
             stream.abort()
             _, last = await read_all(stream)
             assert last.finish_reason is FinishReason.ABORT
@@ -140,28 +151,26 @@ def test_an_asked_for_abort_is_reported() -> None:
 
 def test_a_lost_engine_ends_its_requests_and_the_client_comes_back() -> None:
     async def scenario() -> None:
-        async with link(step_s=0.01) as wired:
-            stream = wired.client.submit(request(max_tokens=400))
+        async with link(step_delay_s=0.01) as wired:
+            stream = wired.client.submit([request(max_tokens=400)])
             await stream.next()
-            await wired.server.stop()
-            with pytest.raises(EngineLostError, match="echo"):
+            await wired.host.server.stop()
+            with pytest.raises(EngineLostError, match="engine-0"):
                 await read_all(stream)
             stream.close()
             assert wired.client.status is None
             with pytest.raises(EngineLostError):
-                wired.client.submit(request("late"))
-            await eventually(lambda: wired.engine.stats().blocks_held == 0)
+                wired.client.submit([request("late")])
+            await eventually(lambda: wired.stats.blocks_held == 0)
 
     asyncio.run(scenario())
 
 
 def test_a_silent_engine_counts_as_lost() -> None:
     async def scenario() -> None:
-        async with link(silence_timeout_s=0.2) as wired:
-            stream = wired.client.submit(request(max_tokens=400))
-            await stream.next()
-            wired.server._heartbeat_interval_s = 10
-            await wired.engine.stop()
+        async with link(silence_timeout_s=0.2, step_delay_s=100) as wired:
+            wired.host.server._heartbeat_interval_s = 100
+            stream = wired.client.submit([request(max_tokens=400)])
             with pytest.raises(EngineLostError):
                 await read_all(stream)
 
@@ -171,9 +180,9 @@ def test_a_silent_engine_counts_as_lost() -> None:
 def test_the_router_hears_of_a_dead_rank() -> None:
     async def scenario() -> None:
         async with link() as wired:
-            wired.engine.is_healthy = False
+            wired.host.ranks_are_alive = False
             await eventually(lambda: wired.client.status is not None and not wired.client.status.healthy)
-            wired.engine.is_healthy = True
+            wired.host.ranks_are_alive = True
             await eventually(lambda: wired.client.status is not None and wired.client.status.healthy)
 
     asyncio.run(scenario())
@@ -181,14 +190,14 @@ def test_the_router_hears_of_a_dead_rank() -> None:
 
 def test_a_router_that_goes_away_leaves_nothing_behind() -> None:
     async def scenario() -> None:
-        async with link(step_s=0.01) as wired:
-            second = EngineClient(wired.client._resolve_address, retry_interval_s=0.01)
+        async with link(step_delay_s=0.01) as wired:
+            second = EngineClient(wired.host.resolve_address, retry_interval_s=0.01)
             running = asyncio.create_task(second.run())
             await eventually(lambda: second.status is not None)
-            stream = second.submit(request(max_tokens=400))
+            stream = second.submit([request(max_tokens=400)])
             await stream.next()
             running.cancel()
-            await eventually(lambda: wired.engine.stats().blocks_held == 0)
+            await eventually(lambda: wired.stats.blocks_held == 0)
 
     asyncio.run(scenario())
 
@@ -209,8 +218,8 @@ def test_an_engine_whose_step_loop_died_ends_the_session() -> None:
 
     async def scenario() -> None:
         async with link() as wired:
-            wired.engine.open_session = BrokenSession  # type: ignore[method-assign, assignment]
-            second = EngineClient(wired.client._resolve_address, retry_interval_s=0.01)
+            wired.host.engine.open_session = BrokenSession  # type: ignore[method-assign, assignment]
+            second = EngineClient(wired.host.resolve_address, retry_interval_s=0.01)
             running = asyncio.create_task(second.run())
             await eventually(lambda: opened >= 3)
             running.cancel()

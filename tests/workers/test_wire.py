@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvorum.kvstore.errors import CapacityError, ContextLengthError, InvalidRequestError, NeverFitsError
+from kvorum.kvstore.errors import (
+    CapacityError,
+    ContextLengthError,
+    EngineLostError,
+    InvalidRequestError,
+    NeverFitsError,
+)
 from kvorum.protos.engine.v1 import engine_pb2 as pb
 from kvorum.workers.request import (
     EngineInfo,
@@ -152,6 +158,12 @@ def test_a_full_engine_says_when_to_come_back() -> None:
     assert isinstance(received, Rejection)
     assert isinstance(received.error, CapacityError)
     assert received.error.retry_after_s == 2.5
+
+
+def test_a_failed_engine_is_lost_to_the_router() -> None:
+    received = event_from_pb(event_to_pb(Rejection(RequestId("r"), EngineLostError("failed"))))
+    assert isinstance(received, Rejection)
+    assert isinstance(received.error, EngineLostError)
 
 
 def test_messages_of_a_newer_peer_are_skipped() -> None:

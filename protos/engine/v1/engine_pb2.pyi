@@ -23,6 +23,7 @@ class RejectionCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REJECTION_CODE_CONTEXT_LENGTH: _ClassVar[RejectionCode]
     REJECTION_CODE_NEVER_FITS: _ClassVar[RejectionCode]
     REJECTION_CODE_CAPACITY: _ClassVar[RejectionCode]
+    REJECTION_CODE_ENGINE_LOST: _ClassVar[RejectionCode]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -34,6 +35,7 @@ REJECTION_CODE_INVALID_REQUEST: RejectionCode
 REJECTION_CODE_CONTEXT_LENGTH: RejectionCode
 REJECTION_CODE_NEVER_FITS: RejectionCode
 REJECTION_CODE_CAPACITY: RejectionCode
+REJECTION_CODE_ENGINE_LOST: RejectionCode
 
 class SessionRequest(_message.Message):
     __slots__ = ("submit", "abort", "finish")

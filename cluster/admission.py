@@ -1,0 +1,165 @@
+"""Which requests may run, and on which engine.
+
+`Admission` is the seam: a cluster-wide cache manager can stand behind it as well as `LocalAdmission`, which decides
+within one router from what its engines report. A lease is a promise of room; it is renewed while its request lives, so
+that a router that dies takes its promises with it. Admitting and releasing are idempotent by request id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvorum.cluster.engine_client import EngineStatus
+from kvorum.kvstore.errors import CapacityError, EngineLostError, NeverFitsError
+from kvorum.kvstore.policies import parse_policy, resolve_budget, smallest_footprint
+from kvorum.workers.request import EngineInfo, KVParams, RequestId
+
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request asks of an engine: its sequences' tokens (prompt and answer), all under the same KV params."""
+
+    request_id: RequestId
+    context_tokens: tuple[int, ...]
+    kv: KVParams
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Leave to run on an engine, until expires_at_s unless it is renewed."""
+
+    request_id: RequestId
+    engine_id: str
+    expires_at_s: float
+
+
+class Admission(Protocol):
+    """Decides which requests run where."""
+
+    async def admit(self, demand: Demand) -> Lease:
+        """Grant a lease; the same one again for a request that has one.
+
+        Raises:
+            NeverFitsError: no engine could hold it even alone.
+            CapacityError: not now.
+            EngineLostError: there is no engine.
+        """
+        ...
+
+    async def renew(self, request_ids: Collection[RequestId]) -> None:
+        """Prolong the leases of requests that still live."""
+
+    async def release(self, request_id: RequestId) -> None:
+        """Give a lease back; nothing happens when there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Grant:
+    lease: Lease
+    num_sequences: int
+    num_blocks: int
+
+
+class LocalAdmission:
+    """Admission by one router, from its engines' own reports and the leases it granted itself.
+
+    The engine with most room gets the request. At most as many sequences are in flight as the engines can run and
+    queue, so that overload is answered here, at once, and not by growing queues.
+    """
+
+    def __init__(
+        self, engines: Callable[[], Mapping[str, EngineStatus]], *, clock: Callable[[], float], lease_s: float = 30.0
+    ) -> None:
+        """Decide among the healthy engines that `engines` returns, by id."""
+        self._engines = engines
+        self._clock = clock
+        self._lease_s = lease_s
+        self._grants: dict[RequestId, _Grant] = {}
+
+    @property
+    def lease_s(self) -> float:
+        """How long a lease lasts without renewal."""
+        return self._lease_s
+
+    @property
+    def num_leases(self) -> int:
+        """Requests in flight."""
+        return len(self._grants)
+
+    async def admit(self, demand: Demand) -> Lease:
+        """Grant a lease on the engine with most room; see Admission."""
+        self._drop_expired()
+        if grant := self._grants.get(demand.request_id):
+            return grant.lease
+        engines = self._engines()
+        if not engines:
+            raise EngineLostError("no engine is alive")
+        fitting = {engine_id: status for engine_id, status in engines.items() if _can_ever_fit(demand, status.info)}
+        if not fitting:
+            raise _never_fits(demand, max((status.info for status in engines.values()), key=lambda i: i.num_blocks))
+        self._check_room(demand, fitting)
+        engine_id = max(fitting, key=lambda engine_id: (self._room(fitting[engine_id]), engine_id))
+        lease = Lease(demand.request_id, engine_id, self._clock() + self._lease_s)
+        blocks = sum(_footprints(demand, fitting[engine_id].info))
+        self._grants[demand.request_id] = _Grant(lease, len(demand.context_tokens), blocks)
+        return lease
+
+    async def renew(self, request_ids: Collection[RequestId]) -> None:
+        """Prolong leases; see Admission."""
+        expires_at_s = self._clock() + self._lease_s
+        for request_id in request_ids:
+            if grant := self._grants.get(request_id):
+                lease = Lease(request_id, grant.lease.engine_id, expires_at_s)
+                self._grants[request_id] = _Grant(lease, grant.num_sequences, grant.num_blocks)
+
+    async def release(self, request_id: RequestId) -> None:
+        """Give a lease back; see Admission."""
+        self._grants.pop(request_id, None)
+
+    def _check_room(self, demand: Demand, engines: Mapping[str, EngineStatus]) -> None:
+        limit = sum(status.info.max_num_seqs + status.info.max_num_waiting for status in engines.values())
+        in_flight = sum(grant.num_sequences for grant in self._grants.values() if grant.lease.engine_id in engines)
+        if in_flight + len(demand.context_tokens) > limit:
+            raise CapacityError(
+                f"{in_flight} sequences are running or waiting, which is all the cluster takes ({limit})",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def _room(self, status: EngineStatus) -> int:
+        """Blocks left for new requests; what was granted counts at once, before the engine's reports show it."""
+        granted = sum(
+            grant.num_blocks for grant in self._grants.values() if grant.lease.engine_id == status.info.engine_id
+        )
+        return status.info.num_blocks - max(status.stats.blocks_held, granted)
+
+    def _drop_expired(self) -> None:
+        now_s = self._clock()
+        self._grants = {key: grant for key, grant in self._grants.items() if grant.lease.expires_at_s > now_s}
+
+
+def _footprints(demand: Demand, info: EngineInfo) -> list[int]:
+    policy = parse_policy(demand.kv.policy)
+    return [
+        smallest_footprint(
+            resolve_budget(policy, demand.kv.kv_budget, context_tokens=context_tokens),
+            context_tokens=context_tokens,
+            min_retained_mass=demand.kv.min_retained_mass,
+            block_size=info.block_size,
+        )
+        for context_tokens in demand.context_tokens
+    ]
+
+
+def _can_ever_fit(demand: Demand, info: EngineInfo) -> bool:
+    return max(_footprints(demand, info)) <= info.num_blocks
+
+
+def _never_fits(demand: Demand, largest: EngineInfo) -> NeverFitsError:
+    return NeverFitsError(
+        f"prompt and answer of {max(demand.context_tokens)} tokens need {max(_footprints(demand, largest))} KV blocks "
+        f"even alone and at the smallest allowed budget, but the pool has {largest.num_blocks}"
+    )

@@ -1,0 +1,103 @@
+"""Tokens to text while they arrive: never half a character, never a part of a stop string.
+
+What was sent cannot be taken back, so text is held while it could still change (an unfinished character) or turn out to
+be unwanted (the beginning of a stop string). All pieces together are what decoding all tokens at once gives, cut at the
+stop string that was complete first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+REPLACEMENT = "\ufffd"
+# A character has at most four bytes, so at most three replacement characters at the end may become one yet.
+_MAX_PENDING = 3
+# Tokens of finished text that stay in the window: decoders treat a text's first token unlike the others.
+_CONTEXT_TOKENS = 6
+_MAX_WINDOW = 64
+
+
+class IncrementalDetokenizer:
+    """Decodes one sequence's tokens as they arrive.
+
+    A window of tokens is decoded again with each arrival: some tokens of context, then those whose text is not final.
+    Byte-level tokens may hold parts of a character, which decode to replacement characters until the rest is there.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], *, context: Sequence[int] = ()) -> None:
+        """Start after the tokens of `context`, whose text is not repeated."""
+        self._decode = decode
+        self._window = list(context[-_CONTEXT_TOKENS:])
+        self._num_emitted = len(_final_part(decode(self._window)))
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take new tokens and return the text that became final."""
+        self._window += token_ids
+        text = self._decode(self._window)
+        final = _final_part(text)
+        piece = final[self._num_emitted :]
+        self._num_emitted = max(self._num_emitted, len(final))
+        if len(final) == len(text):
+            self._window = self._window[-_CONTEXT_TOKENS:]
+            self._num_emitted = len(self._decode(self._window))
+        elif len(self._window) > _MAX_WINDOW:
+            self._shorten_window(text)
+        return piece
+
+    def flush(self) -> str:
+        """Return what was held back, now that nothing follows."""
+        return self._decode(self._window)[self._num_emitted :]
+
+    def _shorten_window(self, text: str) -> None:
+        # Text that never becomes final (a model babbling bytes) must not make each step dearer. The window may begin
+        # wherever both parts together decode to the same text.
+        for cut in range(len(self._window) - 1, 0, -1):
+            head = self._decode(self._window[:cut])
+            if len(head) <= self._num_emitted and head + self._decode(self._window[cut:]) == text:
+                self._window = self._window[cut:]
+                self._num_emitted -= len(head)
+                return
+
+
+class StopFilter:
+    """Cuts text at the first stop string and holds back what may become one."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        assert all(stop), "an empty stop string would match everywhere"
+        self._stop = tuple(stop)
+        self._held = ""
+        self.is_stopped = False
+
+    def push(self, text: str) -> str:
+        """Take more text and return what is safe to send; nothing follows once is_stopped is set."""
+        if self.is_stopped:
+            return ""
+        text = self._held + text
+        if (cut := self._find(text)) is not None:
+            self.is_stopped = True
+            self._held = ""
+            return text[:cut]
+        num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def flush(self) -> str:
+        """Return what was held back, now that nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, text: str) -> int | None:
+        """Return where the stop string begins that is complete first, so that the pieces' sizes do not matter."""
+        found = [(index + len(stop), index) for stop in self._stop if (index := text.find(stop)) >= 0]
+        return min(found)[1] if found else None
+
+
+def _final_part(text: str) -> str:
+    num_pending = len(text) - len(text.rstrip(REPLACEMENT))
+    return text[: len(text) - min(num_pending, _MAX_PENDING)]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of text that is a proper beginning of stop."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if stop.startswith(text[-size:])), 0)

@@ -1,0 +1,128 @@
+"""What a router is, without the protocols: the model, the engines, admission and generation, and their background work.
+
+`http.py` and `grpc_service.py` stand in front of it; `router.py` puts all of them into a Serve replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from kvorum.cluster.admission import Admission, LocalAdmission
+from kvorum.cluster.config import ClusterConfig
+from kvorum.cluster.engine_client import EngineClient, EngineStatus
+from kvorum.cluster.errors import status_of
+from kvorum.cluster.generation import Delta, Generator
+from kvorum.cluster.metrics import RouterMetrics
+from kvorum.cluster.model import ServedModel
+from kvorum.cluster.planning import GenerationRequest, Prompting, plan_generation
+from kvorum.cluster.sampling_fields import SamplingFields
+from kvorum.kvstore.errors import AuthenticationError, CapacityError, NeverFitsError
+from kvorum.workers.request import RequestId
+
+logger = logging.getLogger(__name__)
+
+
+class Frontend:
+    """Everything that serving a request needs; one per router."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        model: ServedModel,
+        engines: Sequence[EngineClient],
+        *,
+        rng: random.Random | None = None,
+    ) -> None:
+        """Serve `model` on `engines`; rng draws the seeds of requests that have none."""
+        self.config = config
+        self.model = model
+        self.metrics = RouterMetrics(self.statuses)
+        self.is_draining = False
+        self._engines = engines
+        self._rng = rng or random.Random(config.seed)
+        self._lease_s = 30.0
+        self._admission: Admission = LocalAdmission(self.live_engines, clock=time.monotonic, lease_s=self._lease_s)
+        self._generator = Generator(model, engines, self._admission, on_finish=self.metrics.count_finish)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Connect to the engines and keep the leases of running requests."""
+        self._tasks = [asyncio.create_task(engine.run()) for engine in self._engines]
+        self._tasks.append(asyncio.create_task(self._renew_leases()))
+
+    async def stop(self) -> None:
+        """Let go of the engines, which aborts what still runs."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new requests and wait until those that run are done, or timeout_s is over."""
+        self.is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.running:
+                    await asyncio.sleep(0.02)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would find an engine."""
+        return not self.is_draining and bool(self.live_engines())
+
+    @property
+    def running(self) -> tuple[RequestId, ...]:
+        """Requests that have been admitted and are not over."""
+        return self._generator.running
+
+    def statuses(self) -> Mapping[str, EngineStatus]:
+        """Return what each connected engine said last, by id."""
+        return {engine.status.info.engine_id: engine.status for engine in self._engines if engine.status}
+
+    def live_engines(self) -> Mapping[str, EngineStatus]:
+        """Return the engines whose ranks are all alive."""
+        return {engine_id: status for engine_id, status in self.statuses().items() if status.healthy}
+
+    def authenticate(self, authorization: str | None) -> None:
+        """Check an Authorization header or metadata entry.
+
+        Raises:
+            AuthenticationError: a key is needed and this is not it.
+        """
+        expected = self.config.api_key
+        if expected is None:
+            return
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), expected.encode()):
+            raise AuthenticationError("a valid key is needed: Authorization: Bearer <key>")
+
+    def plan(self, fields: SamplingFields, prompting: Prompting) -> GenerationRequest:
+        """Check a request against the model and lay out its sequences."""
+        seed = self._rng.getrandbits(63)
+        return plan_generation(fields, prompting, model=self.model, config=self.config, random_seed=seed)
+
+    @contextlib.asynccontextmanager
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[AsyncIterator[Delta]]:
+        """Run a request; leaving the context ends whatever of it still runs."""
+        if self.is_draining:
+            raise CapacityError("the router is shutting down", retry_after_s=1.0)
+        try:
+            async with self._generator.open(request) as deltas:
+                yield deltas
+        except (CapacityError, NeverFitsError) as error:
+            self.metrics.count_rejection(status_of(error).code)
+            raise
+
+    def abort(self, request_id: RequestId) -> bool:
+        """End a running request; return whether there was one."""
+        return self._generator.abort(request_id)
+
+    async def _renew_leases(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            await self._admission.renew(self.running)

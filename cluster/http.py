@@ -1,0 +1,326 @@
+"""The HTTP API: OpenAI's routes, kvorum's own, and server-sent events.
+
+A route parses, asks the frontend and writes; whatever is raised becomes an answer in `_add_error_handlers`. A stream's
+headers leave only after its first delta, so that an error before the first token has a real status.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from importlib.metadata import version
+from typing import TypeVar, cast
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from kvorum.cluster.answers import (
+    AnswerFormat,
+    ChatFormat,
+    CompletionFormat,
+    Json,
+    gather_answers,
+    receipt_of,
+    usage_of,
+)
+from kvorum.cluster.errors import http_error_body, internal_error_body, retry_after_s, status_of
+from kvorum.cluster.frontend import Frontend
+from kvorum.cluster.generation import Ending
+from kvorum.cluster.metrics import CONTENT_TYPE
+from kvorum.cluster.openai import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+    unknown_fields,
+)
+from kvorum.cluster.planning import GenerationRequest, Prompting, check_model
+from kvorum.cluster.sampling_fields import RequestFields, invalid_request
+from kvorum.kvstore.errors import InvalidRequestError, KvorumError
+from kvorum.workers.request import RequestId
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 * 2**20
+_DEFAULT_COMPLETION_TOKENS = 16
+
+_Fields = TypeVar("_Fields", bound=RequestFields)
+
+
+def create_app(frontend: Frontend) -> FastAPI:
+    """Build the HTTP application in front of a frontend."""
+    app = FastAPI(title="kvorum", openapi_url=None)
+    _add_error_handlers(app)
+    _add_inference_routes(app, frontend)
+    _add_model_routes(app, frontend)
+    _add_token_routes(app, frontend)
+    _add_operator_routes(app, frontend)
+    return app
+
+
+def _add_inference_routes(app: FastAPI, frontend: Frontend) -> None:
+    @app.post("/v1/chat/completions")
+    async def create_chat_completion(http: Request) -> Response:
+        request = await _read(http, frontend, ChatRequest)
+        check_model(request.model, frontend.model)
+        prompt = await frontend.model.encode_chat([message.for_template() for message in request.messages])
+        uses_new_name = request.max_completion_tokens is not None
+        prompting = Prompting(
+            request_id=_new_request_id(),
+            prompts=(prompt,),
+            prompt_param="messages",
+            max_tokens=request.max_completion_tokens if uses_new_name else request.max_tokens,
+            max_tokens_param="max_completion_tokens" if uses_new_name else "max_tokens",
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        )
+        writer = _AnswerWriter(frontend, ChatFormat(frontend.model), frontend.plan(request, prompting))
+        return await writer.respond(stream=bool(request.stream), include_usage=request.include_usage)
+
+    @app.post("/v1/completions")
+    async def create_completion(http: Request) -> Response:
+        request = await _read(http, frontend, CompletionRequest)
+        check_model(request.model, frontend.model)
+        prompts = await _completion_prompts(request, frontend)
+        prompting = Prompting(
+            request_id=_new_request_id(),
+            prompts=tuple(prompts),
+            prompt_param="prompt",
+            max_tokens=request.max_tokens,
+            default_max_tokens=_DEFAULT_COMPLETION_TOKENS,
+            logprobs=request.logprobs,
+        )
+        plan = frontend.plan(request, prompting)
+        echo = [_echo(sequence.prompt_token_ids, request, frontend) for sequence in plan.sequences]
+        writer = _AnswerWriter(frontend, CompletionFormat(frontend.model, echo=echo), plan)
+        return await writer.respond(stream=bool(request.stream), include_usage=request.include_usage)
+
+
+def _add_model_routes(app: FastAPI, frontend: Frontend) -> None:
+    card = ModelCard(id=frontend.model.name, created=int(time.time()), max_model_len=frontend.model.max_model_len)
+
+    @app.get("/v1/models")
+    async def list_models(http: Request) -> Response:
+        _authenticate(http, frontend)
+        return _json(ModelList(data=[card]).model_dump())
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(http: Request, name: str) -> Response:
+        _authenticate(http, frontend)
+        check_model(name, frontend.model)
+        return _json(card.model_dump())
+
+
+def _add_token_routes(app: FastAPI, frontend: Frontend) -> None:
+    model = frontend.model
+
+    @app.post("/tokenize")
+    async def tokenize(http: Request) -> Response:
+        request = await _read(http, frontend, TokenizeRequest)
+        check_model(request.model, model)
+        if request.messages is not None:
+            tokens = await model.encode_chat([message.for_template() for message in request.messages])
+        else:
+            add_special_tokens = request.add_special_tokens is not False
+            tokens = await model.encode(request.prompt or "", param="prompt", add_special_tokens=add_special_tokens)
+        response = TokenizeResponse(tokens=list(tokens), count=len(tokens), max_model_len=model.max_model_len)
+        return _json(response.model_dump())
+
+    @app.post("/detokenize")
+    async def detokenize(http: Request) -> Response:
+        request = await _read(http, frontend, DetokenizeRequest)
+        check_model(request.model, model)
+        model.check_token_ids(request.tokens, param="tokens")
+        text = model.tokenizer.decode(request.tokens, skip_special_tokens=False)
+        return _json(DetokenizeResponse(prompt=text).model_dump())
+
+
+def _add_operator_routes(app: FastAPI, frontend: Frontend) -> None:
+    @app.get("/health")
+    async def get_health() -> Response:
+        return _json({"status": "ok"}) if frontend.is_ready else _json({"status": "not ready"}, 503)
+
+    @app.get("/version")
+    async def get_version() -> Response:
+        return _json({"version": version("kvorum")})
+
+    @app.get("/metrics")
+    async def get_metrics() -> Response:
+        return Response(frontend.metrics.render(), media_type=CONTENT_TYPE)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def answer_kvorum_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, KvorumError)
+        seconds = retry_after_s(error)
+        headers = {} if seconds is None else {"Retry-After": str(seconds)}
+        return _json(http_error_body(error), status_of(error).http, headers)
+
+    async def answer_http_exception(http: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{http.method} {http.url.path}: {error.detail}"
+        body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+        return _json(body, error.status_code, dict(error.headers or {}))
+
+    async def answer_unforeseen(_: Request, error: Exception) -> Response:
+        logger.error("request failed", exc_info=error)
+        return _json(internal_error_body(), 500)
+
+    app.add_exception_handler(KvorumError, answer_kvorum_error)
+    app.add_exception_handler(HTTPException, answer_http_exception)
+    app.add_exception_handler(Exception, answer_unforeseen)
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events whose source is closed when the client hangs up, not when the garbage collector comes by."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[str], *, source: AsyncGenerator[str]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._source.aclose()
+
+
+class _AnswerWriter:
+    """Runs one plan and writes the answer, whole or as a stream."""
+
+    def __init__(self, frontend: Frontend, answer_format: AnswerFormat, plan: GenerationRequest) -> None:
+        self._frontend = frontend
+        self._format = answer_format
+        self._plan = plan
+        self._envelope: Json = {
+            "id": f"{answer_format.id_prefix}-{plan.request_id}",
+            "object": answer_format.object_name,
+            "created": int(time.time()),
+            "model": frontend.model.name,
+        }
+
+    async def respond(self, *, stream: bool, include_usage: bool) -> Response:
+        """Generate and return the response; what is raised before the first delta becomes its status."""
+        if not stream:
+            return _json(await self._whole())
+        events = self._events(include_usage=include_usage)
+        return _EventStream(_guard(await anext(events), events), source=events)
+
+    async def _whole(self) -> Json:
+        async with self._frontend.generate(self._plan) as deltas:
+            answers = await gather_answers(deltas, len(self._plan.sequences))
+        choices = [self._format.choice(index, answer) for index, answer in enumerate(answers)]
+        endings = [answer.ending for answer in answers]
+        usage = usage_of(endings, self._plan.prompt_tokens).model_dump()
+        return self._envelope | {"choices": choices, "usage": usage, "kvorum": receipt_of(endings).model_dump()}
+
+    async def _events(self, *, include_usage: bool) -> AsyncGenerator[str]:
+        self._envelope["object"] = self._format.chunk_object_name
+        if include_usage:
+            self._envelope["usage"] = None
+        endings: list[Ending] = []
+        opened: set[int] = set()
+        async with self._frontend.generate(self._plan) as deltas:
+            async for delta in deltas:
+                if delta.index not in opened:
+                    opened.add(delta.index)
+                    for choice in self._format.opening(delta.index):
+                        yield self._chunk(choice)
+                if news := self._format.chunk(delta):
+                    yield self._chunk(news)
+                if delta.ending:
+                    endings.append(delta.ending)
+                    closing = self._format.closing(delta.index, delta.ending)
+                    yield self._chunk(closing, kvorum=receipt_of([delta.ending]).model_dump())
+        if include_usage:
+            usage = usage_of(endings, self._plan.prompt_tokens).model_dump()
+            yield self._chunk(usage=usage, kvorum=receipt_of(endings).model_dump())
+        yield "data: [DONE]\n\n"
+
+    def _chunk(self, *choices: Json, **extras: object) -> str:
+        return _event(self._envelope | {"choices": choices} | extras)
+
+
+async def _guard(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Pass events on; a failure becomes the last event, without the [DONE] that would claim completeness."""
+    yield first
+    try:
+        async for event in rest:
+            yield event
+    except KvorumError as error:
+        yield _event(http_error_body(error))
+    except Exception:
+        logger.exception("stream failed")
+        yield _event(internal_error_body())
+
+
+async def _read(http: Request, frontend: Frontend, kind: type[_Fields]) -> _Fields:
+    """Authenticate, then parse the body."""
+    _authenticate(http, frontend)
+    try:
+        request = kind.model_validate_json(await _read_body(http))
+    except ValidationError as error:
+        raise invalid_request(error) from None
+    if unknown := unknown_fields(request):
+        logger.info("ignored unknown fields %s (request %s)", ", ".join(unknown), http.headers.get("x-request-id"))
+    return request
+
+
+async def _read_body(http: Request) -> bytes:
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise InvalidRequestError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+def _authenticate(http: Request, frontend: Frontend) -> None:
+    frontend.authenticate(http.headers.get("authorization"))
+
+
+async def _completion_prompts(request: CompletionRequest, frontend: Frontend) -> list[tuple[int, ...]]:
+    """Return the token ids of each prompt, whichever of the four ways it is written."""
+    prompt = request.prompt
+    prompts: Sequence[str | Sequence[int]]
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        prompts = [prompt]
+    else:
+        prompts = cast("list[str] | list[list[int]]", prompt)
+    if not prompts:
+        raise InvalidRequestError("prompt: must not be empty", param="prompt")
+    return [await _token_ids(each, frontend) for each in prompts]
+
+
+async def _token_ids(prompt: str | Sequence[int], frontend: Frontend) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        return await frontend.model.encode(prompt, param="prompt", add_special_tokens=True)
+    frontend.model.check_token_ids(prompt, param="prompt")
+    return tuple(prompt)
+
+
+def _echo(token_ids: Sequence[int], request: CompletionRequest, frontend: Frontend) -> str:
+    return frontend.model.tokenizer.decode(token_ids, skip_special_tokens=True) if request.echo else ""
+
+
+def _new_request_id() -> RequestId:
+    return RequestId(uuid.uuid4().hex)
+
+
+def _event(body: Mapping[str, object]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def _json(body: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse(body, status, headers)

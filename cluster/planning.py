@@ -1,0 +1,165 @@
+"""From checked fields and token ids to the sequences that an engine generates.
+
+Pure: what is random (the seed of a request without one) is handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvorum.cluster.config import ClusterConfig, budget_from_number
+from kvorum.cluster.model import ServedModel
+from kvorum.cluster.sampling_fields import MAX_CHOICES, KvorumFields, SamplingFields
+from kvorum.kvstore.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from kvorum.kvstore.policies import parse_policy, resolve_budget
+from kvorum.workers.request import EngineRequest, KVParams, RequestId, SamplingParams
+
+_SEED_MASK = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One client request, ready for an engine: a sequence for each choice of each prompt, in answer order."""
+
+    request_id: RequestId
+    sequences: tuple[EngineRequest, ...]
+    num_prompts: int
+    stop: tuple[str, ...]
+    skip_special_tokens: bool
+    timeout_s: float
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once however many choices it has."""
+        choices = len(self.sequences) // self.num_prompts
+        return sum(len(sequence.prompt_token_ids) for sequence in self.sequences[::choices])
+
+
+@dataclass(frozen=True, slots=True)
+class Prompting:
+    """What a request asks for beside its sampling fields.
+
+    max_tokens: None for as many as the context holds. default_max_tokens: taken when max_tokens is None, but never
+    beyond the context. logprobs: alternatives beside each token; None reports no log-probabilities.
+    """
+
+    request_id: RequestId
+    prompts: tuple[tuple[int, ...], ...]
+    prompt_param: str
+    max_tokens: int | None
+    max_tokens_param: str = "max_tokens"
+    default_max_tokens: int | None = None
+    logprobs: int | None = None
+
+
+def plan_generation(
+    fields: SamplingFields, prompting: Prompting, *, model: ServedModel, config: ClusterConfig, random_seed: int
+) -> GenerationRequest:
+    """Check what the fields say against the model, and lay out the sequences.
+
+    Raises:
+        InvalidRequestError: or one of its children, or ModelNotFoundError.
+    """
+    check_model(fields.model, model)
+    num_choices = fields.n or 1
+    if num_choices * len(prompting.prompts) > MAX_CHOICES:
+        raise InvalidRequestError(f"n: prompts times n may be at most {MAX_CHOICES}", param="n")
+    kv = _kv_params(fields.kvorum, config)
+    sequences: list[EngineRequest] = []
+    for prompt in prompting.prompts:
+        sampling = _sampling_params(fields, prompting, prompt, model=model)
+        for choice in range(num_choices):
+            seed = (random_seed if fields.seed is None else fields.seed) + choice
+            sequences.append(
+                EngineRequest(
+                    request_id=RequestId(f"{prompting.request_id}-{len(sequences)}"),
+                    prompt_token_ids=prompt,
+                    sampling=replace(sampling, seed=seed & _SEED_MASK),
+                    kv=kv,
+                    priority=fields.priority or 0,
+                    timeout_s=config.request_timeout_s,
+                    cache_salt=fields.cache_salt or "",
+                )
+            )
+    return GenerationRequest(
+        request_id=prompting.request_id,
+        sequences=tuple(sequences),
+        num_prompts=len(prompting.prompts),
+        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        timeout_s=config.request_timeout_s,
+    )
+
+
+def check_model(name: str | None, model: ServedModel) -> None:
+    """Raise ModelNotFoundError unless the name is the served model's or absent."""
+    if name and name != model.name:
+        raise ModelNotFoundError(f"model {name!r} is not served here, only {model.name!r}")
+
+
+def _sampling_params(
+    fields: SamplingFields, prompting: Prompting, prompt: Sequence[int], *, model: ServedModel
+) -> SamplingParams:
+    max_tokens = _max_tokens(prompting, len(prompt), model=model)
+    min_tokens = fields.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens: {min_tokens} is more than the {max_tokens} tokens the answer may have", param="min_tokens"
+        )
+    logit_bias = dict(fields.logit_bias or {})
+    model.check_token_ids(tuple(logit_bias), param="logit_bias")
+    stop_token_ids = tuple(fields.stop_token_ids or ())
+    model.check_token_ids(stop_token_ids, param="stop_token_ids")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=_or(fields.temperature, 1.0),
+        top_k=max(0, fields.top_k or 0),
+        top_p=_or(fields.top_p, 1.0),
+        min_p=_or(fields.min_p, 0.0),
+        repetition_penalty=_or(fields.repetition_penalty, 1.0),
+        frequency_penalty=_or(fields.frequency_penalty, 0.0),
+        presence_penalty=_or(fields.presence_penalty, 0.0),
+        logprobs=prompting.logprobs,
+        logit_bias=logit_bias,
+        min_tokens=min_tokens,
+        stop_token_ids=stop_token_ids,
+        eos_token_ids=model.eos_token_ids,
+        ignore_eos=bool(fields.ignore_eos),
+    )
+
+
+def _max_tokens(prompting: Prompting, num_prompt_tokens: int, *, model: ServedModel) -> int:
+    param, limit = prompting.prompt_param, model.max_model_len
+    if num_prompt_tokens == 0:
+        raise InvalidRequestError(f"{param}: must have at least one token", param=param)
+    room = limit - num_prompt_tokens
+    if room < 1:
+        raise ContextLengthError(
+            f"{param} has {num_prompt_tokens} tokens, which leaves no room for an answer within {limit}", param=param
+        )
+    if prompting.max_tokens is None:
+        return min(room, prompting.default_max_tokens or room)
+    if prompting.max_tokens > room:
+        raise ContextLengthError(
+            f"{prompting.max_tokens_param}: {num_prompt_tokens} prompt tokens and {prompting.max_tokens} tokens of "
+            f"answer are more than the model's {limit}",
+            param=prompting.max_tokens_param,
+        )
+    return prompting.max_tokens
+
+
+def _kv_params(fields: KvorumFields | None, config: ClusterConfig) -> KVParams:
+    fields = fields or KvorumFields()
+    policy_name = fields.policy or config.default_policy
+    policy = parse_policy(policy_name)
+    budget = budget_from_number(fields.kv_budget)
+    if fields.kv_budget is None and policy.evicts:
+        budget = budget_from_number(config.default_kv_budget)
+    # Whether the budget is one is found out here; how many tokens it is only the engine needs to know.
+    resolve_budget(policy, budget, context_tokens=1)
+    return KVParams(policy=policy_name, kv_budget=budget, min_retained_mass=fields.min_retained_mass or 0.0)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
