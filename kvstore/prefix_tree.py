@@ -102,29 +102,33 @@ class PrefixTree:
         """Say whether a block is in the tree, and so must not change."""
         return block_id in self._by_block
 
-    def evict(self, count: int) -> int:
-        """Give back up to count unreferenced blocks, oldest leaf first; returns how many."""
-        given_back = 0
-        while given_back < count:
+    def evict(self, count: int) -> None:
+        """Give back at least count unreferenced blocks, oldest leaf first; the caller has checked num_unreferenced."""
+        wanted = self._pool.num_free + count
+        while self._pool.num_free < wanted:
             leaf = next((node for node in self._lru.values() if not node.children), None)
-            if leaf is None:
-                break
-            self._remove(leaf)
-            given_back += 1
-        return given_back
+            # Without a leaf, a sequence holds blocks below an unreferenced one (it computed the same prefix itself).
+            self._forget(leaf or next(iter(self._lru.values())))
+
+    def nodes(self) -> list[Node]:
+        """Return every node, in no order."""
+        return list(self._by_block.values())
 
     def take_dropped_snapshots(self) -> list[SnapshotId]:
         """Return the snapshots whose nodes are gone since the last call."""
         dropped, self._dropped_snapshots = self._dropped_snapshots, []
         return dropped
 
-    def _remove(self, node: Node) -> None:
+    def _forget(self, node: Node) -> None:
+        """Take a node and all below it out of the tree; blocks that sequences hold stay theirs."""
+        for child in tuple(node.children.values()):
+            self._forget(child)
         siblings = self._roots[node.salt] if node.parent is None else node.parent.children
         del siblings[node.tokens]
         if node.parent is None and not siblings:
             del self._roots[node.salt]
         del self._by_block[node.block_id]
-        del self._lru[node.block_id]
+        self._lru.pop(node.block_id, None)
         self._dropped_snapshots += node.snapshots.values()
         self._pool.release([node.block_id])
 

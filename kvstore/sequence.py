@@ -21,7 +21,8 @@ class SequenceKV:
     budget: tokens kept per KV head, None without limit. prompt_tokens: length of the client's prompt.
     num_cached_tokens: tokens taken from the prefix tree. num_shared: leading blocks that the prefix tree may hold too,
     and that must not change. cuts: prompt lengths at which scores are saved for the prefix tree, ascending. swapped:
-    its slots are in host memory and it holds no block.
+    its slots are in host memory and it holds no block. tight: the pool is too short for its whole prompt, so it is cut
+    to its budget before each further chunk.
     """
 
     seq_id: SeqId
@@ -37,6 +38,7 @@ class SequenceKV:
     num_shared: int = 0
     victim_pending: bool = False
     swapped: bool = False
+    tight: bool = False
     evicted_in_prefill: bool = False
     cuts: list[int] = field(default_factory=list)
 

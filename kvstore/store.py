@@ -102,6 +102,10 @@ class KVStore:
         """Sequences that are open, swapped ones included."""
         return set(self._sequences)
 
+    def cached_nodes(self) -> list[Node]:
+        """Return every cached block's node."""
+        return self._tree.nodes()
+
     def take_ops(self) -> tuple[MemoryOp, ...]:
         """Return the memory operations since the last call, to be carried out in order."""
         dropped = [DropScores(snapshot_id) for snapshot_id in self._tree.take_dropped_snapshots()]
@@ -111,21 +115,24 @@ class KVStore:
     # A sequence comes and goes.
 
     def open(self, request: OpenRequest, *, room_for: int) -> SequenceKV | None:
-        """Start a sequence from the longest usable cached prefix, with blocks for room_for more tokens.
+        """Start a sequence from the longest usable cached prefix, with blocks for its first room_for tokens.
 
         None when it does not fit now. At least one token is left to compute; a hit is the result's num_cached_tokens.
+        room_for shorter than the tokens: the sequence is cut to its budget after each chunk, and starts without a hit.
         """
         if not self._free_rows:
             return None
-        chain, depth, snapshot = self._usable_prefix(request)
-        hit = chain[:depth]
-        scored = request.policy.evicts
-        first_slots = min(len(request.tokens), depth * self.block_size + room_for)
-        new_blocks = blocks_for(first_slots, self.block_size) - (0 if scored else depth)
-        self._tree.acquire(hit)
-        fresh = self._allocate(new_blocks)
+        whole = room_for >= len(request.tokens)
+        chain, depth, snapshot = self._usable_prefix(request) if whole else ([], 0, None)
+        cached = self._acquire(chain[:depth])
+        fresh = self._allocate(blocks_for(room_for, self.block_size) - (0 if request.policy.evicts else depth))
+        if fresh is None and request.policy.evicts:
+            # The prefix is to be copied, and there is no room for both: compute it again.
+            self._tree.release(cached)
+            cached, depth = [], 0
+            fresh = self._allocate(blocks_for(room_for, self.block_size))
         if fresh is None:
-            self._tree.release([node.block_id for node in hit])
+            self._tree.release(cached)
             return None
 
         sequence = SequenceKV(
@@ -138,13 +145,13 @@ class KVStore:
             num_tokens=depth * self.block_size,
             num_slots=depth * self.block_size,
             num_cached_tokens=depth * self.block_size,
+            tight=not whole,
         )
         self._ops.append(ClearVictims(sequence.row))
-        cached = [node.block_id for node in hit]
-        if scored:
+        if request.policy.evicts:
             sequence.block_ids = fresh
             self._start_from_copy(sequence, cached, snapshot)
-            sequence.cuts = self._cuts(request, branch=len(chain), start=depth)
+            sequence.cuts = self._cuts(request, branch=len(chain), start=depth) if whole else []
         else:
             sequence.block_ids = cached + fresh
             sequence.num_shared = depth
@@ -152,6 +159,10 @@ class KVStore:
         self.prefix_queries_tokens += len(request.tokens)
         self.prefix_hits_tokens += sequence.num_cached_tokens
         return sequence
+
+    def _acquire(self, nodes: list[Node]) -> list[BlockId]:
+        self._tree.acquire(nodes)
+        return [node.block_id for node in nodes]
 
     def _usable_prefix(self, request: OpenRequest) -> tuple[list[Node], int, SnapshotId | None]:
         """Return the cached chain, how many of its blocks can be used, and the scores to start from."""
@@ -210,15 +221,14 @@ class KVStore:
 
     def extend(self, sequence: SequenceKV, num_tokens: int, *, may_evict: bool) -> bool:
         """Make room for a prefill chunk; when the pool is short, by a cut to the budget first if it may_evict."""
-        if self._grow(sequence, sequence.num_slots + num_tokens):
+        if not sequence.tight and self._grow(sequence, sequence.num_slots + num_tokens):
             return True
-        if not may_evict or not sequence.over_budget:
-            return False
-        assert sequence.budget is not None
-        if not self.shrink(sequence, sequence.budget):
-            return False
-        sequence.evicted_in_prefill = True
-        sequence.cuts = []
+        if may_evict and sequence.over_budget:
+            assert sequence.budget is not None
+            if not self.shrink(sequence, sequence.budget):
+                return False
+            sequence.tight = sequence.evicted_in_prefill = True
+            sequence.cuts = []
         return self._grow(sequence, sequence.num_slots + num_tokens)
 
     def wrote(self, sequence: SequenceKV, num_tokens: int) -> None:
@@ -235,9 +245,6 @@ class KVStore:
         if not (at_cut or prompt_done) or not self._may_publish(sequence):
             return
         num_full = sequence.num_tokens // self.block_size
-        if sequence.keeps_scores and not at_cut:
-            # Only up to the last saved scores: deeper blocks would be of no use to sequences that keep scores.
-            num_full = min(num_full, max(sequence.cuts, default=0) // self.block_size)
         if num_full <= sequence.num_shared:
             return
         chain = self._tree.publish(tokens, sequence.block_ids[:num_full], salt=sequence.salt)
@@ -375,8 +382,10 @@ class KVStore:
 
     def _allocate(self, count: int) -> list[BlockId] | None:
         short = count - self._pool.num_free
-        if short > self._tree.num_unreferenced or (short > 0 and self._tree.evict(short) < short):
+        if short > self._tree.num_unreferenced:
             return None
+        if short > 0:
+            self._tree.evict(short)
         return self._pool.allocate(count)
 
     def audit(self) -> None:

@@ -162,9 +162,9 @@ class Engine:
             result = await self._executor.execute(plan)
             outputs = self.scheduler.apply(plan, result)
             await self._keep_floors()
-        outputs += await self._release_ended()
-        self._send(outputs)
-        assert plan is not None or not self.scheduler.has_work, "work is waiting and nothing runs"
+        released = await self._release_ended()
+        self._send(outputs + released)
+        assert plan or released or not self.scheduler.has_work, "work is waiting and nothing runs"
 
     async def _keep_floors(self) -> None:
         queries = self.scheduler.budget_queries()

@@ -37,8 +37,12 @@ class FakeExecutor:
     async def execute(self, plan: StepPlan) -> StepResult:
         """Carry out a step."""
         await asyncio.sleep(self._step_delay_s)
+        return self.carry_out(plan)
+
+    def carry_out(self, plan: StepPlan) -> StepResult:
+        """Carry out a step at once."""
         for op in plan.ops:
-            self._carry_out(op)
+            self._move(op)
         for row in plan.rows:
             self._write(row)
         return StepResult(
@@ -46,7 +50,7 @@ class FakeExecutor:
             retained={row.seq_id: self._retained(row.step) for row in plan.rows if row.report_retained},
         )
 
-    def _carry_out(self, op: ops.MemoryOp) -> None:
+    def _move(self, op: ops.MemoryOp) -> None:
         match op:
             case ops.CopyBlocks(sources, targets):
                 for source, target in zip(sources, targets, strict=True):
@@ -61,6 +65,10 @@ class FakeExecutor:
                 del self._swapped[seq_id]
             case ops.ClearVictims() | ops.SaveScores() | ops.LoadScores() | ops.DropScores():
                 pass
+
+    def read_block(self, block_id: int) -> list[Slot]:
+        """Return what a full block holds."""
+        return self._get([block_id], self._block_size)
 
     def _get(self, block_ids: Sequence[int], num_slots: int) -> list[Slot]:
         places = [divmod(slot, self._block_size) for slot in range(num_slots)]

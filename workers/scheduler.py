@@ -5,8 +5,8 @@ Pure: no clock, no chance, no tensors; the KV store's bookkeeping is the only th
 A step is one batch under one token budget. Decodes come first, one token each, then prefill chunks of running
 sequences, then new ones, each group in (priority, arrival) order. A chunk that does not end its prompt ends at a
 multiple of the block size. When a running sequence needs a block and none is left, the last in order is preempted until
-there is one: recomputed later if nothing of it was evicted, else moved to host memory. Nobody is admitted in a step that
-preempted.
+there is one: recomputed later if nothing of it was evicted, else moved to host memory. A step that preempts admits
+nobody.
 """
 
 from __future__ import annotations
@@ -296,12 +296,14 @@ class Scheduler:
         return self._store.resume(sequence.kv)
 
     def _open(self, sequence: Sequence, step: _StepBuilder) -> bool:
-        """Open a sequence's KV with room for its first chunk, or for all it may not evict; False if there is none."""
+        """Open a sequence's KV with room for its prompt, or for a chunk where that must do; False if there is none."""
         room_for = len(sequence.tokens)
-        if sequence.budget is not None and not sequence.keeps_floor:
-            # It can be cut to its budget between chunks, so it may start in less than its whole prompt needs.
-            room = (self._store.num_free + self._store.num_cached) * self._store.block_size
-            room_for = min(room_for, max(room, sequence.budget + self._store.block_size))
+        room = (self._store.num_free + self._store.num_cached) * self._store.block_size
+        if room < room_for and sequence.budget is not None and not sequence.keeps_floor:
+            # It may be cut to its budget between chunks, so it can start in less than its whole prompt needs.
+            if room < sequence.budget + self._store.block_size:
+                return False
+            room_for = min(room, max(step.tokens_left, self._store.block_size))
         kv = self._store.open(
             OpenRequest(
                 seq_id=sequence.seq_id,

@@ -1,0 +1,152 @@
+"""Engines in this process, and what they did."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from kvorum.kernels.reference.backend import ReferenceBackend, ReferenceStep
+from kvorum.kernels.reference.pool import ReferencePool
+from kvorum.kvstore.ops import Residence
+from kvorum.kvstore.types import BlockId, SeqId
+from kvorum.workers.engine import Engine
+from kvorum.workers.executor import LocalExecutor
+from kvorum.workers.plan import RowPlan, Sample, SampleRequest, StepPlan, StepResult
+from kvorum.workers.request import EngineInfo, EngineRequest, FinishReason, KVParams, Receipt, RequestId, SamplingParams
+from kvorum.workers.sampler import sample
+from kvorum.workers.worker import Worker
+
+Kept = list[list[list[int]]]
+
+
+@dataclass
+class Answer:
+    """All that came for one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    receipt: Receipt | None = None
+
+
+class Recorder(LocalExecutor[ReferencePool, ReferenceStep]):
+    """Executor that notes logits, kept positions after each sampled step, and the plans.
+
+    Sequences are noted under seq_id, which counts from 0 in order of submission.
+    """
+
+    def __init__(self, backend: ReferenceBackend, pool: ReferencePool, *, note_kept: bool = True) -> None:
+        super().__init__(Worker(backend, pool, sampler=self._note_logits))
+        self.logits: dict[SeqId, list[torch.Tensor]] = {}
+        self.kept: dict[SeqId, list[Kept]] = {}
+        self.plans: list[StepPlan] = []
+        self._note_kept = note_kept
+
+    def _note_logits(self, logits: torch.Tensor, request: SampleRequest, row: RowPlan) -> Sample:
+        self.logits.setdefault(row.seq_id, []).append(logits.clone())
+        return sample(logits, request)
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        result = await super().execute(plan)
+        self.plans.append(plan)
+        for row in plan.rows if self._note_kept else ():
+            if row.sample is not None:
+                self.kept.setdefault(row.seq_id, []).append(self._kept(row))
+        return result
+
+    def _kept(self, row: RowPlan) -> Kept:
+        step = row.step
+        num_slots = step.num_slots + (0 if step.replace else step.num_tokens)
+        view = self.worker.view(Residence(row.seq_id, step.row, tuple(map(BlockId, step.block_table)), num_slots))
+        layers, heads, _ = view.positions.shape
+        return [
+            [sorted(view.positions[layer, head][view.alive[layer, head]].tolist()) for head in range(heads)]
+            for layer in range(layers)
+        ]
+
+
+def request(
+    name: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    kv: KVParams = KVParams(),
+    sampling: SamplingParams | None = None,
+    priority: int = 0,
+    timeout_s: float | None = None,
+    cache_salt: str = "",
+) -> EngineRequest:
+    """Return a request, greedy and without end-of-sequence unless sampling says otherwise."""
+    return EngineRequest(
+        request_id=RequestId(name),
+        prompt_token_ids=tuple(prompt),
+        sampling=sampling or SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        kv=kv,
+        priority=priority,
+        timeout_s=timeout_s,
+        cache_salt=cache_salt,
+    )
+
+
+@dataclass
+class Rig:
+    """A running engine with its recorder."""
+
+    engine: Engine
+    recorder: Recorder
+
+    async def run(self, requests: Sequence[EngineRequest]) -> dict[str, Answer]:
+        """Submit all at once, wait for all, audit after every batch."""
+        session = self.engine.open_session()
+        answers = {item.request_id: Answer() for item in requests}
+        for item in requests:
+            session.submit(item)
+        while any(answer.finish_reason is None for answer in answers.values()):
+            for output in await session.outputs():
+                answer = answers[output.request_id]
+                answer.token_ids += output.token_ids
+                answer.logprobs += [entry.logprob for entry in output.logprobs]
+                answer.finish_reason = output.finish_reason or answer.finish_reason
+                answer.receipt = output.receipt or answer.receipt
+            self.engine.scheduler.audit()
+        return dict(answers)
+
+
+@asynccontextmanager
+async def rig(
+    backend: ReferenceBackend,
+    *,
+    num_blocks: int,
+    block_size: int = 16,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 2048,
+    enable_prefix_caching: bool = False,
+    note_kept: bool = True,
+) -> AsyncIterator[Rig]:
+    """Run an engine over a back end; its memory is poisoned first."""
+    pool = backend.allocate_pool(num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs)
+    pool.kv.fill_(torch.nan)
+    pool.scores.fill_(torch.nan)
+    pool.positions.fill_(10**9)
+    info = EngineInfo(
+        engine_id="test",
+        model_name="test",
+        max_model_len=backend.spec.max_position,
+        vocab_size=backend.spec.vocab_size,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_waiting=64,
+    )
+    recorder = Recorder(backend, pool, note_kept=note_kept)
+    engine = Engine(
+        info, recorder, max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=enable_prefix_caching
+    )
+    await engine.start()
+    try:
+        yield Rig(engine, recorder)
+    finally:
+        await engine.stop()
