@@ -106,6 +106,30 @@ def save_model(model: PreTrainedModel, folder: Path, *, max_shard_size: str = "1
     model.save_pretrained(folder, max_shard_size=max_shard_size)
 
 
+def model_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return a model's parameters under the names of kernels/spec.py, found by attribute rather than by name."""
+    whole: Any = model
+    decoder = whole.model
+    weights: dict[str, torch.Tensor] = {"embed": decoder.embed_tokens.weight, "final_norm": decoder.norm.weight}
+    if not whole.config.tie_word_embeddings:
+        weights["lm_head"] = whole.lm_head.weight
+    for index, layer in enumerate(decoder.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        linears = {"q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj, "o": attention.o_proj}
+        linears |= {"gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj}
+        norms = {"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm}
+        if hasattr(layer, "pre_feedforward_layernorm"):
+            norms |= {"mlp_norm": layer.pre_feedforward_layernorm, "post_attn_norm": layer.post_attention_layernorm}
+            norms |= {"post_mlp_norm": layer.post_feedforward_layernorm}
+        if hasattr(attention, "q_norm"):
+            norms |= {"q_norm": attention.q_norm, "k_norm": attention.k_norm}
+        for leaf, module in {**linears, **norms}.items():
+            weights[f"layers.{index}.{leaf}"] = module.weight
+            if getattr(module, "bias", None) is not None:
+                weights[f"layers.{index}.{leaf}_bias"] = module.bias
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
 def tiny_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     """Save a byte-level tokenizer of 276 tokens and no merges, with special tokens and a chat template."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
