@@ -82,10 +82,11 @@ def http_error_body(error: KvorumError) -> dict[str, object]:
     return {"error": {"message": str(error), "type": status.type, "param": param_of(error), "code": status.code}}
 
 
-def internal_error_body() -> dict[str, object]:
-    """Write an error nobody foresaw; what it says stays in the log."""
-    message = "internal error, see the server's log"
-    return {"error": {"message": message, "type": _INTERNAL.type, "param": None, "code": _INTERNAL.code}}
+class UnforeseenError(KvorumError):
+    """Stands for an exception nobody foresaw; what that one says stays in the log."""
+
+    def __init__(self) -> None:
+        super().__init__("internal error, see the server's log")
 
 
 def grpc_status_of(error: KvorumError) -> grpc.Status:

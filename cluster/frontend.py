@@ -51,7 +51,7 @@ class Frontend:
         self._generator = Generator(model, engines, self._admission, on_finish=self.metrics.count_finish)
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Connect to the engines and keep the leases of running requests."""
         self._tasks = [asyncio.create_task(engine.run()) for engine in self._engines]
         self._tasks.append(asyncio.create_task(self._renew_leases()))

@@ -29,7 +29,7 @@ from kvorum.cluster.answers import (
     receipt_of,
     usage_of,
 )
-from kvorum.cluster.errors import http_error_body, internal_error_body, retry_after_s, status_of
+from kvorum.cluster.errors import UnforeseenError, http_error_body, retry_after_s, status_of
 from kvorum.cluster.frontend import Frontend
 from kvorum.cluster.generation import Ending
 from kvorum.cluster.metrics import CONTENT_TYPE
@@ -173,7 +173,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def answer_unforeseen(_: Request, error: Exception) -> Response:
         logger.error("request failed", exc_info=error)
-        return _json(internal_error_body(), 500)
+        return _json(http_error_body(UnforeseenError()), 500)
 
     app.add_exception_handler(KvorumError, answer_kvorum_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
@@ -262,7 +262,7 @@ async def _guard(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
         yield _event(http_error_body(error))
     except Exception:
         logger.exception("stream failed")
-        yield _event(internal_error_body())
+        yield _event(http_error_body(UnforeseenError()))
 
 
 async def _read(http: Request, frontend: Frontend, kind: type[_Fields]) -> _Fields:

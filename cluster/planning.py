@@ -95,7 +95,7 @@ def plan_generation(
 def check_model(name: str | None, model: ServedModel) -> None:
     """Raise ModelNotFoundError unless the name is the served model's or absent."""
     if name and name != model.name:
-        raise ModelNotFoundError(f"model {name!r} is not served here, only {model.name!r}")
+        raise ModelNotFoundError(f"model {name[:256]!r} is not served here, only {model.name!r}")
 
 
 def _sampling_params(

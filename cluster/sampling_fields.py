@@ -40,7 +40,7 @@ class KvorumFields(RequestFields):
 class SamplingFields(RequestFields):
     """How to sample, when to stop, and what may happen to the KV cache."""
 
-    model: str | None = None
+    model: str | None = Field(default=None, max_length=256)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)

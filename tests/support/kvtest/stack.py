@@ -87,7 +87,7 @@ async def running_stack(
     client = EngineClient(host.resolve_address, retry_interval_s=0.01)
     model = tiny_model(max_model_len=info.max_model_len)
     frontend = Frontend(config or ClusterConfig(), model, [client], rng=random.Random(0))
-    await frontend.start()
+    frontend.start()
     await eventually(lambda: frontend.is_ready)
     try:
         yield Stack(host, frontend, [client])

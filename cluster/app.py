@@ -1,0 +1,84 @@
+"""The composition root: a configuration becomes a Serve application.
+
+The only module of the control plane that knows engines; it imports them inside the replicas that run them, since they
+bring torch along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from ray import serve
+
+from kvorum.cluster.config import ClusterConfig
+from kvorum.cluster.engine_deployment import EngineReplica, ReportBytes
+from kvorum.cluster.model import resolve_checkpoint
+from kvorum.cluster.router import IngressRouter
+from kvorum.workers.engine_server import Engine
+
+APP_NAME = "kvorum"
+ROUTER_NAME = "Router"
+GRPC_SERVICERS = (
+    "kvorum.protos.inference.v1.inference_pb2_grpc.add_InferenceServiceServicer_to_server",
+    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+)
+# Serve's own limit must never be the one that turns a client away: admission is ours, with its typed errors.
+_NO_LIMIT = 1_000_000
+
+
+def build_app(config: ClusterConfig) -> serve.Application:
+    """Lay out routers and engines."""
+    engines = [
+        serve.deployment(
+            name=engine_name(index),
+            max_ongoing_requests=_NO_LIMIT,
+            ray_actor_options={"num_cpus": 0},
+            health_check_period_s=1.0,
+            graceful_shutdown_timeout_s=config.drain_timeout_s,
+            graceful_shutdown_wait_loop_s=0.1,
+        )(EngineReplica).bind(config, engine_name(index), build_engine)
+        for index in range(config.num_engines)
+    ]
+    routers = serve.deployment(
+        name=ROUTER_NAME,
+        num_replicas=config.num_routers,
+        max_ongoing_requests=_NO_LIMIT,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=config.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=0.1,
+    )(IngressRouter)
+    return routers.bind(config, *engines)
+
+
+def engine_name(index: int) -> str:
+    """Return the name of an engine, which is its deployment's name too."""
+    return f"engine-{index}"
+
+
+async def build_engine(config: ClusterConfig, engine_id: str, report_bytes: ReportBytes) -> Engine:
+    """Build the engine that the configuration asks for; runs inside an engine's replica."""
+    if config.executor == "fake":
+        return await asyncio.to_thread(_build_fake_engine, config, engine_id)
+    raise NotImplementedError
+
+
+def _build_fake_engine(config: ClusterConfig, engine_id: str) -> Engine:
+    from kvorum.workers.config import CPU_POOL_BYTES
+    from kvorum.workers.fake_engine import build_fake_engine
+    from kvorum.workers.request import EngineInfo
+
+    checkpoint = resolve_checkpoint(config)
+    block_bytes = checkpoint.spec.kv_bytes_per_token(4) * config.block_size
+    info = EngineInfo(
+        engine_id=engine_id,
+        model_name=config.served_model_name or checkpoint.name,
+        max_model_len=config.max_model_len or checkpoint.spec.max_position,
+        vocab_size=checkpoint.spec.vocab_size,
+        num_blocks=max(1, (config.kv_cache_memory_bytes or CPU_POOL_BYTES) // block_bytes),
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_waiting=config.max_num_waiting,
+    )
+    return build_fake_engine(
+        info, max_num_batched_tokens=config.max_num_batched_tokens, step_delay_s=config.fake_step_delay_s
+    )

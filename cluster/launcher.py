@@ -1,0 +1,190 @@
+"""Brings a cluster up and down again: ports, Ray, Serve, engines, in this order and back.
+
+Ray and Serve read their settings from the environment when they are first imported, so this module sets them and
+imports Ray only afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvorum.cluster.addresses import choose_ports, url_host
+from kvorum.cluster.config import ClusterConfig
+from kvorum.kvstore.errors import DeadlineError, KvorumError
+
+if TYPE_CHECKING:
+    from kvorum.cluster.engine_deployment import LoadProgress
+
+# Loopback, but not the address that Ray silently replaces.
+_LOCAL_NODE_IP = "127.0.0.2"
+_LOCAL_OBJECT_STORE_BYTES = 100 * 2**20
+_POLL_S = 0.1
+_CONTROL_TIMEOUT_S = 10.0
+
+
+class StartupError(KvorumError):
+    """The cluster did not come up."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    """Where clients reach a cluster that is up: one URL and one gRPC target for each router."""
+
+    config: ClusterConfig
+    http_urls: tuple[str, ...]
+    grpc_targets: tuple[str, ...]
+
+
+OnPhase = Callable[[str], None]
+OnProgress = Callable[["LoadProgress", str], None]
+
+
+@contextlib.contextmanager
+def running_cluster(
+    config: ClusterConfig, *, address: str | None, on_phase: OnPhase, on_progress: OnProgress
+) -> Iterator[RunningCluster]:
+    """Start a cluster, and stop it when the context ends, however it ends.
+
+    Args:
+        config: what to run.
+        address: of a Ray cluster that is up, `auto` for this machine's; None starts one for us alone.
+        on_phase: told what goes on, in words.
+        on_progress: told how far an engine has loaded, with the engine's name.
+    """
+    ports = choose_ports(
+        config.host, wanted=(config.port, config.grpc_port), count=config.num_routers, names=("port", "grpc_port")
+    )
+    config = config.model_copy(update={"port": ports[0], "grpc_port": ports[1]})
+    with contextlib.ExitStack() as cleanup:
+        on_phase("starting Ray")
+        cleanup.enter_context(_ray(config, address))
+        on_phase("starting routers and engines")
+        cleanup.enter_context(_serve(config, is_local=address is None))
+        on_phase("loading the model")
+        _wait_until_ready(config, on_progress)
+        host = url_host(config.host)
+        yield RunningCluster(
+            config,
+            tuple(f"http://{host}:{config.port + index}" for index in range(config.num_routers)),
+            tuple(f"{host}:{config.grpc_port + index}" for index in range(config.num_routers)),
+        )
+
+
+@contextlib.contextmanager
+def _ray(config: ClusterConfig, address: str | None) -> Iterator[None]:
+    os.environ.update(_environment(config))
+    if address is None:
+        # All of this cluster's processes belong to one user on one machine and listen on the loopback.
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+    import ray
+
+    try:
+        if address is None:
+            ray.init(
+                include_dashboard=False,
+                object_store_memory=_LOCAL_OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address=_LOCAL_NODE_IP,
+            )
+        else:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        yield
+    finally:
+        ray.shutdown()  # type: ignore[no-untyped-call]  # Ray has no types here
+
+
+@contextlib.contextmanager
+def _serve(config: ClusterConfig, *, is_local: bool) -> Iterator[None]:
+    from ray import serve
+    from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
+
+    from kvorum.cluster.app import APP_NAME, GRPC_SERVICERS, build_app
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    try:
+        # Clients reach the routers' own ports (direct ingress). The proxy that Serve starts all the same gets any; that
+        # of gRPC must have a number, or Serve takes gRPC to be off.
+        proxy_grpc_port = choose_ports(config.host, wanted=(0,), count=1, names=("grpc_port",))[0]
+        serve.start(
+            proxy_location=ProxyLocation.HeadOnly,
+            http_options=HTTPOptions(host=config.host, port=0),
+            grpc_options=gRPCOptions(port=proxy_grpc_port, grpc_servicer_functions=list(GRPC_SERVICERS)),
+            logging_config={"log_level": "ERROR"},
+            controller_options={"runtime_env": {"env_vars": _environment(config)}},
+        )
+        serve.run(build_app(config), name=APP_NAME, route_prefix="/")
+        yield
+        _drain(config)
+    finally:
+        # Our own Ray takes everything with it when it stops; in another's, nothing of ours may stay.
+        if not is_local:
+            serve.delete(APP_NAME)
+            if not serve.status().applications:
+                serve.shutdown()
+
+
+def _environment(config: ClusterConfig) -> dict[str, str]:
+    """Serve's settings that exist only as environment variables."""
+    return {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        # Handles carry control only here, also from this process, which has no event loop for them to run in.
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
+        # Ranges end before their maximum.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(config.port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(config.port + config.num_routers),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(config.grpc_port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(config.grpc_port + config.num_routers),
+        # A router that is started anew must get the only port there is, at once.
+        "RAY_SERVE_PORT_QUARANTINE_S": "0",
+        # Routers are drained by us before Serve stops them.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+        "PYTHONSAFEPATH": "1",
+    }
+
+
+def _wait_until_ready(config: ClusterConfig, on_progress: OnProgress) -> None:
+    from ray import serve
+
+    from kvorum.cluster.app import APP_NAME, ROUTER_NAME, engine_name
+
+    deadline_s = time.monotonic() + config.startup_timeout_s
+    waiting = {engine_name(index) for index in range(config.num_engines)}
+    while waiting:
+        for name in sorted(waiting):
+            handle = serve.get_deployment_handle(name, APP_NAME)
+            progress: LoadProgress = handle.progress.remote().result(timeout_s=_CONTROL_TIMEOUT_S)
+            if progress.error:
+                raise StartupError(f"{name}: {progress.error}")
+            on_progress(progress, name)
+            if progress.is_ready:
+                waiting.discard(name)
+        _pause(deadline_s, config)
+    routers = serve.get_deployment_handle(ROUTER_NAME, APP_NAME)
+    while routers.broadcast("is_ready").results(timeout_s=_CONTROL_TIMEOUT_S) != [True] * config.num_routers:
+        _pause(deadline_s, config)
+
+
+def _drain(config: ClusterConfig) -> None:
+    from ray import serve
+
+    from kvorum.cluster.app import APP_NAME, ROUTER_NAME
+
+    routers = serve.get_deployment_handle(ROUTER_NAME, APP_NAME)
+    with contextlib.suppress(TimeoutError):
+        routers.broadcast("drain", config.drain_timeout_s).results(
+            timeout_s=config.drain_timeout_s + _CONTROL_TIMEOUT_S
+        )
+
+
+def _pause(deadline_s: float, config: ClusterConfig) -> None:
+    if time.monotonic() > deadline_s:
+        raise DeadlineError(f"the cluster was not ready within startup_timeout_s = {config.startup_timeout_s:g} s")
+    time.sleep(_POLL_S)
