@@ -146,11 +146,11 @@ def decoder_spec(file: GgufFile) -> DecoderSpec:
     arch = fields.text("general.architecture")
     if arch not in _ARCHITECTURES:
         raise fields.error("general.architecture", f"is not supported; supported are {', '.join(_ARCHITECTURES)}")
-    for name in ("expert_count", "attention.sliding_window") if arch != "gemma3" else ():
-        if fields.integer(f"{arch}.{name}", 0):
+    unsupported = ["expert_count", "final_logit_softcapping"]
+    unsupported += [] if arch == "gemma3" else ["attention.sliding_window"]
+    for name in unsupported:
+        if fields.values.get(f"{arch}.{name}"):
             raise fields.error(f"{arch}.{name}", "is not supported")
-    if fields.values.get(f"{arch}.final_logit_softcapping"):
-        raise fields.error(f"{arch}.final_logit_softcapping", "is not supported")
     spec = _plain_spec(file, arch)
     return _gemma3(file, spec) if arch == "gemma3" else replace(spec, qk_norm=arch == "qwen3")
 

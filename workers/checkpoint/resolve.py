@@ -57,31 +57,32 @@ def resolve(model: str) -> Checkpoint:
     Args:
         model: `smollm2-135m`, a folder, a `.gguf` file, or a hub id such as `Qwen/Qwen3-8B`.
     """
-    path = _find(model, _MODEL_PATTERNS)
+    name, path = _find(model, _MODEL_PATTERNS)
     if path.is_dir():
-        return _folder_checkpoint(_display_name(model, path), path)
+        return _folder_checkpoint(name, path)
     if path.suffix == ".gguf":
-        return _gguf_checkpoint(_display_name(model, path), path)
+        return _gguf_checkpoint(name, path)
     raise CheckpointError(f"{path} is not a model: it must be a folder with a config.json, or a .gguf file")
 
 
 def read_spec(model: str) -> DecoderSpec:
     """Read what a model computes and nothing else; a `config.json` alone will do, and no weights are fetched."""
-    path = _find(model, _CONFIG_PATTERNS)
+    _, path = _find(model, _CONFIG_PATTERNS)
     if path.suffix == ".gguf":
         return gguf_file.decoder_spec(gguf_file.read_gguf(path))
     return hf_config.decoder_spec(Fields.read(path / "config.json" if path.is_dir() else path))
 
 
-def _find(model: str, hub_patterns: Sequence[str]) -> Path:
+def _find(model: str, hub_patterns: Sequence[str]) -> tuple[str, Path]:
+    """Return the name to show and the path."""
     if model == DEMO_MODEL:
-        return _demo_path()
+        return model, _demo_path()
     path = Path(model).expanduser()
     if path.exists():
-        return path
+        return path.stem if path.suffix == ".gguf" else path.resolve().name, path
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith((".gguf", ".json")):
         raise CheckpointError(f"{model}: there is no such file or folder")
-    return _fetch(model, hub_patterns)
+    return model, _fetch(model, hub_patterns)
 
 
 def _demo_path() -> Path:
@@ -103,12 +104,6 @@ def _fetch(model: str, patterns: Sequence[str]) -> Path:
         raise CheckpointError(
             f"{model} is neither a file nor a folder here, and could not be fetched from the Hugging Face Hub: {error}"
         ) from error
-
-
-def _display_name(model: str, path: Path) -> str:
-    if not Path(model).expanduser().exists():
-        return model
-    return path.stem if path.suffix == ".gguf" else path.resolve().name
 
 
 def _folder_checkpoint(name: str, folder: Path) -> Checkpoint:

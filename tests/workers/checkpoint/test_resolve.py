@@ -113,6 +113,15 @@ class TestGgufFile:
             resolve(str(path))
 
 
+@pytest.mark.model
+def test_the_demo_model_keeps_its_name_beside_a_folder_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "smollm2-135m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve("smollm2-135m").name == "smollm2-135m"
+
+
 class TestNowhere:
     @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c", "nowhere.gguf"])
     def test_what_looks_like_a_path_is_not_looked_for_on_the_hub(self, model: str) -> None:
