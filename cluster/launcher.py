@@ -97,7 +97,7 @@ def _ray(config: ClusterConfig, address: str | None) -> Iterator[None]:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         yield
     finally:
-        ray.shutdown()  # type: ignore[no-untyped-call]  # Ray has no types here
+        ray.shutdown()
 
 
 @contextlib.contextmanager
@@ -107,7 +107,7 @@ def _serve(config: ClusterConfig, *, is_local: bool) -> Iterator[None]:
 
     from kvorum.cluster.app import APP_NAME, GRPC_SERVICERS, build_app
 
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
         # Clients reach the routers' own ports (direct ingress). The proxy that Serve starts all the same gets any; that
         # of gRPC must have a number, or Serve takes gRPC to be off.
@@ -127,7 +127,7 @@ def _serve(config: ClusterConfig, *, is_local: bool) -> Iterator[None]:
         if not is_local:
             serve.delete(APP_NAME)
             if not serve.status().applications:
-                serve.shutdown()
+                serve.shutdown()  # type: ignore[no-untyped-call]  # Ray has no types here
 
 
 def _environment(config: ClusterConfig) -> dict[str, str]:
