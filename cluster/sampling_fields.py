@@ -82,6 +82,8 @@ def _path(location: tuple[int | str, ...]) -> str:
     """Write a location as people do, `messages[0].content`, without pydantic's names for the branches of unions."""
     path = ""
     for part in location:
+        if path == "logit_bias":  # what follows are token ids, not fields
+            return path
         if isinstance(part, int):
             path += f"[{part}]"
         elif part.isidentifier() and part not in ("str", "int", "float", "list", "dict"):
