@@ -119,6 +119,16 @@ class PrefixTree:
         dropped, self._dropped_snapshots = self._dropped_snapshots, []
         return dropped
 
+    def withdraw(self, block_ids: Sequence[BlockId]) -> bool:
+        """Take one sequence's blocks out of the tree, with what is below them; False if another sequence holds one."""
+        nodes = [self._by_block[block_id] for block_id in block_ids if block_id in self._by_block]
+        if any(self._pool.references(node.block_id) > 2 for node in nodes):
+            return False
+        for node in nodes:
+            if self.is_cached(node.block_id):
+                self._forget(node)
+        return True
+
     def _forget(self, node: Node) -> None:
         """Take a node and all below it out of the tree; blocks that sequences hold stay theirs."""
         for child in tuple(node.children.values()):

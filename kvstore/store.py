@@ -275,11 +275,10 @@ class KVStore:
         if keep >= sequence.alive_slots:
             return True
         kept_blocks = blocks_for(keep, self.block_size)
-        if sequence.num_shared:
-            targets = self._allocate(kept_blocks)
-            if targets is None:
+        targets = self._allocate(kept_blocks) if sequence.num_shared else None
+        if targets is None:
+            if not self._withdraw(sequence):
                 return False
-        else:
             targets = sequence.block_ids[:kept_blocks]
         sequence.budget = keep
         rule = sequence.rule
@@ -328,16 +327,23 @@ class KVStore:
         sequence.budget += 1
 
     def _own_blocks(self, sequence: SequenceKV) -> bool:
-        """Replace shared blocks by copies."""
+        """Replace shared blocks by copies, or stop sharing them when there is no room."""
         if not sequence.num_shared:
             return True
         own = self._allocate(sequence.num_shared)
         if own is None:
-            return False
+            return self._withdraw(sequence)
         shared = sequence.block_ids[: sequence.num_shared]
         self._ops.append(CopyBlocks(tuple(shared), tuple(own)))
         sequence.block_ids[: sequence.num_shared] = own
         self._tree.release(shared)
+        sequence.num_shared = 0
+        return True
+
+    def _withdraw(self, sequence: SequenceKV) -> bool:
+        """Stop sharing a sequence's blocks; False if another sequence holds one of them."""
+        if not self._tree.withdraw(sequence.block_ids[: sequence.num_shared]):
+            return False
         sequence.num_shared = 0
         return True
 

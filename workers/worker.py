@@ -26,6 +26,11 @@ Sampler = Callable[[torch.Tensor, SampleRequest, RowPlan], Sample]
 Progress = Callable[[int, int], None]
 
 
+def sample_row(logits: torch.Tensor, request: SampleRequest, _row: RowPlan) -> Sample:
+    """Draw a row's next token as its request says."""
+    return sample(logits, request)
+
+
 @dataclass(frozen=True, slots=True)
 class RankShape:
     """What the engine must know of a loaded rank."""
@@ -43,7 +48,7 @@ class Worker(Generic[PoolT, StepT]):
         backend: Backend[PoolT, StepT],
         pool: PoolT,
         *,
-        sampler: Sampler = lambda logits, request, _row: sample(logits, request),
+        sampler: Sampler,
     ) -> None:
         self._backend = backend
         self._store = DeviceStore(backend, pool)
@@ -134,11 +139,11 @@ class Worker(Generic[PoolT, StepT]):
 
 
 def load_worker(
-    config: EngineConfig, *, on_progress: Progress | None = None
+    config: EngineConfig, *, on_progress: Progress | None = None, sampler: Sampler = sample_row
 ) -> tuple[Worker[ReferencePool, ReferenceStep], RankShape]:
     """Load a checkpoint onto this process's device and size the pool.
 
-    on_progress: called with bytes loaded and bytes in all.
+    on_progress: called with bytes loaded and bytes in all. sampler: draws each row's next token.
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -156,7 +161,7 @@ def load_worker(
         most_useful=config.max_num_seqs * blocks_for(max_model_len, config.block_size),
     )
     pool = backend.allocate_pool(num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
-    return Worker(backend, pool), RankShape(spec, max_model_len, num_blocks)
+    return Worker(backend, pool, sampler=sampler), RankShape(spec, max_model_len, num_blocks)
 
 
 def choose_device(name: str) -> torch.device:

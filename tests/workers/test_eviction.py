@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from kvorum.kvstore.types import SeqId
+from kvorum.workers.request import EngineRequest, KVParams
 from kvtest.engines import Answer, Recorder, request, rig
 from kvtest.models import random_weights, reference_backend, tiny_spec
 from kvtest.slow_decoder import SlowPolicy, slow_run
-
-from kvorum.kvstore.types import SeqId
-from kvorum.workers.request import EngineRequest, KVParams
 
 EVICTING = ("h2o", "h2o_avg", "snap_h2o", "sliding", "sinks")
 SHAPES = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}

@@ -20,6 +20,7 @@ from kvorum.workers.sampler import sample
 from kvorum.workers.worker import Worker
 
 Kept = list[list[list[int]]]
+FULL = KVParams()
 
 
 @dataclass
@@ -73,7 +74,7 @@ def request(
     prompt: Sequence[int],
     *,
     max_tokens: int,
-    kv: KVParams = KVParams(),
+    kv: KVParams = FULL,
     sampling: SamplingParams | None = None,
     priority: int = 0,
     timeout_s: float | None = None,
@@ -101,7 +102,7 @@ class Rig:
     async def run(self, requests: Sequence[EngineRequest]) -> dict[str, Answer]:
         """Submit all at once, wait for all, audit after every batch."""
         session = self.engine.open_session()
-        answers = {item.request_id: Answer() for item in requests}
+        answers: dict[str, Answer] = {item.request_id: Answer() for item in requests}
         for item in requests:
             session.submit(item)
         while any(answer.finish_reason is None for answer in answers.values()):
@@ -112,7 +113,7 @@ class Rig:
                 answer.finish_reason = output.finish_reason or answer.finish_reason
                 answer.receipt = output.receipt or answer.receipt
             self.engine.scheduler.audit()
-        return dict(answers)
+        return answers
 
 
 @asynccontextmanager

@@ -1,6 +1,6 @@
 """A decoder with eviction that is slow and obvious: what the engine must equal, token for token.
 
-It knows no blocks and no slots. Each (layer, KV head) keeps a list of entries; a step attends over them, adds what each
+It knows no blocks and no slots. Each (layer, KV head) keeps a list of tokens; a step attends over them, adds what each
 one received to its score, and drops the worst. Policies are written out here once more, one at a time, from their
 definitions (docs/kv-store.md), not from the numbers of kvorum.kvstore.policies.
 """
@@ -15,13 +15,23 @@ from kvorum.kernels.spec import DecoderSpec
 
 
 @dataclass
-class Entry:
-    """One kept token in one (layer, KV head)."""
+class Head:
+    """What one (layer, KV head) keeps, in the order of arrival. keys, values: [n, head_dim]; scores: [n]."""
 
-    position: int
-    key: torch.Tensor
-    value: torch.Tensor
-    score: float = 0.0
+    positions: list[int]
+    keys: torch.Tensor
+    values: torch.Tensor
+    scores: torch.Tensor
+
+    def append(self, positions: list[int], keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.positions += positions
+        self.keys = torch.cat((self.keys, keys))
+        self.values = torch.cat((self.values, values))
+        self.scores = torch.cat((self.scores, torch.zeros(len(positions), dtype=torch.float64)))
+
+    def keep(self, indices: list[int]) -> None:
+        self.positions = [self.positions[i] for i in indices]
+        self.keys, self.values, self.scores = self.keys[indices], self.values[indices], self.scores[indices]
 
 
 @dataclass
@@ -44,16 +54,21 @@ class SlowPolicy:
             return position < 4
         return False
 
-    def worth(self, entry: Entry, newest: int) -> float:
+    def worths(self, head: Head, newest: int) -> list[float]:
+        scores: list[float] = head.scores.tolist()
         if self.name in ("sliding", "sinks"):
-            return 0.0
+            return [0.0] * len(scores)
         if self.name == "h2o_avg":
-            return entry.score / (newest - entry.position + 1)
-        return entry.score
+            return [score / (newest - position + 1) for score, position in zip(scores, head.positions, strict=True)]
+        return scores
 
-    def rank(self, entry: Entry, newest: int, worth: float | None = None) -> tuple[bool, float, int]:
-        value = self.worth(entry, newest) if worth is None else worth
-        return self.is_protected(entry.position, newest), value, entry.position
+    def from_first_to_go(self, head: Head, newest: int, worths: list[float]) -> list[int]:
+        """Sort a head's indices: unprotected before protected, then by worth, then by age."""
+        ranks = [
+            (self.is_protected(position, newest), worth, position)
+            for position, worth in zip(head.positions, worths, strict=True)
+        ]
+        return sorted(range(len(ranks)), key=ranks.__getitem__)
 
 
 class SlowDecoder:
@@ -62,11 +77,14 @@ class SlowDecoder:
     def __init__(self, spec: DecoderSpec, weights: dict[str, torch.Tensor]) -> None:
         self.spec = spec
         self.weights = {name: tensor.double() for name, tensor in weights.items()}
-        self.heads: list[list[list[Entry]]] = [[[] for _ in range(spec.num_kv_heads)] for _ in range(spec.num_layers)]
+        empty = torch.empty(0, spec.head_dim, dtype=torch.float64)
+        self.heads = [
+            [Head([], empty, empty, empty[:, 0]) for _ in range(spec.num_kv_heads)] for _ in range(spec.num_layers)
+        ]
         self.num_tokens = 0
 
     def run(self, tokens: list[int], policy: SlowPolicy | None, *, evict: bool) -> torch.Tensor:
-        """Feed tokens, a whole prompt or one; returns the logits [num_tokens, vocab]."""
+        """Feed tokens, a whole prompt or one; returns the last one's logits [1, vocab]."""
         spec = self.spec
         positions = list(range(self.num_tokens, self.num_tokens + len(tokens)))
         self.num_tokens += len(tokens)
@@ -74,78 +92,61 @@ class SlowDecoder:
         for layer in range(spec.num_layers):
             normed = self.norm(hidden, f"layers.{layer}.attn_norm")
             q, k, v = (normed @ self.weights[f"layers.{layer}.{name}"].T for name in "qkv")
-            q = torch.stack(
-                [
-                    self.rope(row, layer, p)
-                    for row, p in zip(q.view(-1, spec.num_heads, spec.head_dim), positions, strict=True)
-                ]
-            )
-            k = torch.stack(
-                [
-                    self.rope(row, layer, p)
-                    for row, p in zip(k.view(-1, spec.num_kv_heads, spec.head_dim), positions, strict=True)
-                ]
-            )
+            q = self.rope(q.view(-1, spec.num_heads, spec.head_dim), layer, positions)
+            k = self.rope(k.view(-1, spec.num_kv_heads, spec.head_dim), layer, positions)
             v = v.view(-1, spec.num_kv_heads, spec.head_dim)
             outputs = torch.empty(len(tokens), spec.num_heads, spec.head_dim, dtype=torch.float64)
-            for head in range(spec.num_kv_heads):
-                group = slice(head * spec.group_size, (head + 1) * spec.group_size)
-                entries = self.heads[layer][head]
-                entries += [Entry(p, k[i, head], v[i, head]) for i, p in enumerate(positions)]
-                outputs[:, group] = self.attend(q[:, group], positions, entries, layer, policy)
-                if evict and policy is not None and len(entries) > policy.budget:
-                    entries.remove(min(entries, key=lambda e: policy.rank(e, positions[-1])))
+            for index, head in enumerate(self.heads[layer]):
+                group = slice(index * spec.group_size, (index + 1) * spec.group_size)
+                head.append(positions, k[:, index], v[:, index])
+                outputs[:, group] = self.attend(q[:, group], positions, head, layer, policy)
+                if evict and policy is not None and len(head.positions) > policy.budget:
+                    order = policy.from_first_to_go(head, positions[-1], policy.worths(head, positions[-1]))
+                    head.keep(sorted(order[1:]))
             hidden = hidden + outputs.flatten(1) @ self.weights[f"layers.{layer}.o"].T
             normed = self.norm(hidden, f"layers.{layer}.mlp_norm")
             gate, up = (normed @ self.weights[f"layers.{layer}.{name}"].T for name in ("gate", "up"))
             hidden = hidden + (torch.nn.functional.silu(gate) * up) @ self.weights[f"layers.{layer}.down"].T
         head_weight = self.weights.get("lm_head", self.weights["embed"])
-        return self.norm(hidden, "final_norm") @ head_weight.T
+        return self.norm(hidden[-1:], "final_norm") @ head_weight.T
 
     def attend(
-        self, q: torch.Tensor, positions: list[int], entries: list[Entry], layer: int, policy: SlowPolicy | None
+        self, q: torch.Tensor, positions: list[int], head: Head, layer: int, policy: SlowPolicy | None
     ) -> torch.Tensor:
-        """q: [num_tokens, group, head_dim]; scores grow by what each entry received."""
-        keys = torch.stack([e.key for e in entries])
-        values = torch.stack([e.value for e in entries])
-        where = torch.tensor([e.position for e in entries])
-        logits = torch.einsum("tgd,nd->tgn", q, keys) * self.spec.attention_scale
-        queries = torch.tensor(positions)[:, None]
-        hidden = where[None] > queries
+        """q: [num_tokens, group, head_dim]; scores grow by what each kept token received."""
+        logits = torch.einsum("tgd,nd->tgn", q, head.keys) * self.spec.attention_scale
+        queries, where = torch.tensor(positions)[:, None], torch.tensor(head.positions)[None]
+        hidden = where > queries
         window = self.spec.layers[layer].sliding_window
         if window is not None:
-            hidden |= where[None] <= queries - window
+            hidden |= where <= queries - window
         probabilities = logits.masked_fill(hidden[:, None], -torch.inf).softmax(dim=-1)
         counts = torch.tensor([policy is None or policy.query_counts(p) for p in positions], dtype=torch.float64)
-        received = torch.einsum("tgn,t->n", probabilities, counts).tolist()
-        for entry, mass in zip(entries, received, strict=True):
-            entry.score += mass
-        return torch.einsum("tgn,nd->tgd", probabilities, values)
+        head.scores = head.scores + torch.einsum("tgn,t->n", probabilities, counts)
+        return torch.einsum("tgn,nd->tgd", probabilities, head.values)
 
     def cut(self, policy: SlowPolicy, *, prompt_done: bool) -> None:
         """Cut every head to the budget."""
         newest = self.num_tokens - 1
         for layer in self.heads:
-            for entries in layer:
-                worths = [policy.worth(e, newest) for e in entries]
+            for head in layer:
+                worths = policy.worths(head, newest)
                 if policy.name == "snap_h2o" and prompt_done:
                     worths = [max(worths[max(0, i - 2) : i + 3]) for i in range(len(worths))]
-                ranked = sorted(
-                    zip(entries, worths, strict=True), key=lambda pair: policy.rank(pair[0], newest, pair[1])
-                )
-                entries[:] = sorted((e for e, _ in ranked[-policy.budget :]), key=lambda e: e.position)
+                head.keep(sorted(policy.from_first_to_go(head, newest, worths)[-policy.budget :]))
 
     def kept(self) -> list[list[list[int]]]:
         """Positions kept in each layer and head, ascending."""
-        return [[sorted(e.position for e in entries) for entries in layer] for layer in self.heads]
+        return [[sorted(head.positions) for head in layer] for layer in self.heads]
 
     def norm(self, hidden: torch.Tensor, name: str) -> torch.Tensor:
         return hidden / (hidden.pow(2).mean(-1, keepdim=True) + self.spec.rms_norm_eps).sqrt() * self.weights[name]
 
-    def rope(self, heads: torch.Tensor, layer: int, position: int) -> torch.Tensor:
-        """Rotate pairs (i, i + head_dim / 2) by position * inv_freq[i]."""
+    def rope(self, heads: torch.Tensor, layer: int, positions: list[int]) -> torch.Tensor:
+        """Rotate pairs (i, i + head_dim / 2) of heads [num_tokens, num_heads, head_dim] by position * inv_freq[i]."""
         inv_freq = torch.tensor(self.spec.layers[layer].rope.inv_freq, dtype=torch.float64)
-        cos, sin = (position * inv_freq).cos(), (position * inv_freq).sin()
+        angles = torch.tensor(positions, dtype=torch.float64)[:, None, None] * inv_freq
+        cos, sin = angles.cos(), angles.sin()
         first, second = heads.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 

@@ -1,0 +1,147 @@
+"""SmolLM2 through the engine: greedy output equals transformers', H2O keeps what the slow decoder keeps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kvorum.kernels.reference.backend import ReferenceBackend
+from kvorum.kernels.spec import Shard
+from kvorum.kvstore.types import SeqId
+from kvorum.workers.checkpoint.weights import iter_weights
+from kvorum.workers.request import KVParams
+from kvtest.embedded import (
+    Reference,
+    embedded_backend,
+    embedded_checkpoint,
+    embedded_transformers,
+    greedy,
+    twenty_prompts,
+)
+from kvtest.engines import Answer, Recorder, request, rig
+from kvtest.prose import prose
+from kvtest.slow_decoder import SlowPolicy, slow_run
+
+pytestmark = pytest.mark.model
+
+MAX_TOKENS = 64
+TIE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def backend() -> ReferenceBackend:
+    return embedded_backend()
+
+
+@pytest.fixture(scope="module")
+def references() -> list[Reference]:
+    model = embedded_transformers()
+    return [greedy(model, prompt, max_tokens=MAX_TOKENS) for prompt in twenty_prompts()]
+
+
+def generate(
+    backend: ReferenceBackend,
+    *,
+    one_by_one: bool = False,
+    rounds: int = 1,
+    num_blocks: int = 600,
+    **options: int | bool,
+) -> tuple[list[Answer], Recorder]:
+    """Answer the twenty prompts; with several rounds, the last round's answers."""
+    items = [
+        request(f"{turn}-{index}", prompt, max_tokens=MAX_TOKENS)
+        for turn in range(rounds)
+        for index, prompt in enumerate(twenty_prompts())
+    ]
+
+    async def go() -> tuple[list[Answer], Recorder]:
+        settings = {"num_blocks": num_blocks, "max_num_seqs": 20, "note_kept": False, **options}
+        async with rig(backend, **settings) as it:  # type: ignore[arg-type]
+            size = 1 if one_by_one else len(twenty_prompts())
+            answers: dict[str, Answer] = {}
+            for first in range(0, len(items), size):
+                answers |= await it.run(items[first : first + size])
+            return [answers[item.request_id] for item in items[-20:]], it.recorder
+
+    return asyncio.run(go())
+
+
+def assert_equal_to_transformers(
+    answers: Sequence[Answer], recorder: Recorder, references: Sequence[Reference]
+) -> None:
+    first_seq = max(recorder.logits) + 1 - len(answers)
+    for index, (answer, reference) in enumerate(zip(answers, references, strict=True)):
+        assert len(answer.token_ids) == MAX_TOKENS
+        for step, (found, expected) in enumerate(zip(answer.token_ids, reference.token_ids, strict=True)):
+            if found == expected:
+                continue
+            best, second = reference.logits[step].topk(2).values.tolist()
+            assert best - second < TIE, f"prompt {index}, token {step}: {found} instead of {expected}"
+            ours = recorder.logits[SeqId(first_seq + index)][step]
+            torch.testing.assert_close(ours, reference.logits[step], atol=5e-3, rtol=0)
+            break
+
+
+def test_one_at_a_time(backend: ReferenceBackend, references: list[Reference]) -> None:
+    answers, recorder = generate(backend, one_by_one=True)
+    assert_equal_to_transformers(answers, recorder, references)
+    for seq_id, reference in enumerate(references):
+        torch.testing.assert_close(recorder.logits[SeqId(seq_id)][0], reference.logits[0], atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("caching", "chunk"), [(False, 64), (True, 2048)])
+def test_all_at_once(backend: ReferenceBackend, references: list[Reference], caching: bool, chunk: int) -> None:
+    rounds = 2 if caching else 1
+    answers, recorder = generate(
+        backend, rounds=rounds, enable_prefix_caching=caching, max_num_batched_tokens=chunk, num_blocks=900
+    )
+    assert_equal_to_transformers(answers, recorder, references)
+    cached = [answer.receipt.prompt_tokens_cached for answer in answers if answer.receipt is not None]
+    expected = [(len(prompt) - 1) // 16 * 16 if caching else 0 for prompt in twenty_prompts()]
+    assert cached == expected
+
+
+def test_across_a_forced_preemption(backend: ReferenceBackend, references: list[Reference]) -> None:
+    answers, recorder = generate(backend, num_blocks=300)
+    assert_equal_to_transformers(answers, recorder, references)
+    assert sum(answer.receipt.preemptions for answer in answers if answer.receipt is not None) > 0
+
+
+@pytest.fixture(scope="module")
+def long_prompt() -> list[int]:
+    return embedded_checkpoint().load_tokenizer().encode(prose()[:10_000])[:1500]
+
+
+@pytest.fixture(scope="module")
+def evicted(long_prompt: list[int]) -> tuple[dict[str, Answer], Recorder]:
+    """H2O at three budgets side by side, in float64 so that no two scores tie by rounding."""
+    items = [request(str(budget), long_prompt, max_tokens=201, kv=KVParams("h2o", budget)) for budget in (64, 128, 256)]
+
+    async def go() -> tuple[dict[str, Answer], Recorder]:
+        async with rig(embedded_backend(torch.float64), num_blocks=320) as it:
+            return await it.run(items), it.recorder
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize(("index", "budget"), [(0, 64), (1, 128), (2, 256)])
+def test_h2o_keeps_what_the_slow_decoder_keeps(
+    evicted: tuple[dict[str, Answer], Recorder], long_prompt: list[int], index: int, budget: int
+) -> None:
+    answers, recorder = evicted
+    checkpoint = embedded_checkpoint()
+    weights = dict(iter_weights(checkpoint, Shard.whole(checkpoint.spec), dtype=torch.float64))
+    tokens, kept = slow_run(checkpoint.spec, weights, long_prompt, SlowPolicy("h2o", budget, 1500), steps=200)
+    assert answers[str(budget)].token_ids == tokens
+    assert recorder.kept[SeqId(index)][1:] == kept
+    held = [len(row.step.block_table) for plan in recorder.plans for row in plan.rows if row.seq_id == index]
+    assert max(held[held.index(94) + 1 :]) == -(-(budget + 1) // 16)
+
+
+def test_sinks_survive_on_the_real_model(evicted: tuple[dict[str, Answer], Recorder]) -> None:
+    _, recorder = evicted
+    heads = [head for layer in recorder.kept[SeqId(0)][-1] for head in layer]
+    assert sum(0 in head for head in heads) > 0.9 * len(heads)

@@ -1,0 +1,181 @@
+"""An engine's ranks as Ray actors in one placement group, and the executor that drives them.
+
+One rank today; the group is where tensor parallelism will add more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from kvorum.kernels.reference.backend import ReferenceStep
+from kvorum.kernels.reference.pool import ReferencePool
+from kvorum.kvstore.errors import EngineLostError
+from kvorum.workers.config import EngineConfig
+from kvorum.workers.engine import Engine
+from kvorum.workers.plan import BudgetQuery, MassQuery, StepPlan, StepResult
+from kvorum.workers.request import EngineInfo
+from kvorum.workers.worker import RankShape, Worker, load_worker
+
+HEALTH_TIMEOUT_S = 5.0
+PLACEMENT_TIMEOUT_S = 60.0
+PROGRESS_PERIOD_S = 0.2
+
+Progress = Callable[[int, int], None]
+ResultT = TypeVar("ResultT")
+
+
+class _RankActor:
+    """Holds a Worker; calls of the group `control` are answered while a step runs."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._worker: Worker[ReferencePool, ReferenceStep] | None = None
+        self._progress = (0, 0)
+
+    @ray.method
+    def load(self) -> RankShape:
+        """Load the model and allocate the pool."""
+        self._worker, shape = load_worker(self._config, on_progress=self._note_progress)
+        return shape
+
+    def _note_progress(self, done: int, total: int) -> None:
+        self._progress = (done, total)
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> tuple[int, int]:
+        """Return bytes loaded and bytes in all; (0, 0) before the checkpoint is open."""
+        return self._progress
+
+    @ray.method(concurrency_group="control")
+    def ping(self) -> None:
+        """Answer."""
+
+    @ray.method
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carry out a step."""
+        assert self._worker is not None
+        return self._worker.execute(plan)
+
+    @ray.method
+    def retained_masses(self, queries: Sequence[MassQuery]) -> list[float]:
+        """Measure retained masses."""
+        assert self._worker is not None
+        return self._worker.retained_masses(queries)
+
+    @ray.method
+    def smallest_budgets(self, queries: Sequence[BudgetQuery]) -> list[int]:
+        """Find budgets that keep floors."""
+        assert self._worker is not None
+        return self._worker.smallest_budgets(queries)
+
+
+RankActor = ray.remote(_RankActor)
+
+
+class RayExecutor:
+    """Executor over one rank actor and its placement group."""
+
+    def __init__(self, group: PlacementGroup, config: EngineConfig, *, num_gpus: int) -> None:
+        self._group = group
+        self._rank = RankActor.options(
+            concurrency_groups={"control": 1},
+            num_cpus=1,
+            num_gpus=num_gpus,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group),
+        ).remote(config)
+
+    async def load(self, on_progress: Progress) -> RankShape:
+        """Load the model; raises CheckpointError when it cannot be read, EngineLostError when the rank dies."""
+        loading: asyncio.Future[RankShape] = asyncio.ensure_future(_alive(self._rank.load.remote()))
+        while True:
+            done, _ = await asyncio.wait({loading}, timeout=PROGRESS_PERIOD_S)
+            if done:
+                return loading.result()
+            on_progress(*await _alive(self._rank.progress.remote()))
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        """Carry out a step."""
+        return await _alive(self._rank.execute.remote(plan))
+
+    async def retained_masses(self, queries: Sequence[MassQuery]) -> list[float]:
+        """Measure retained masses."""
+        return await _alive(self._rank.retained_masses.remote(queries))
+
+    async def smallest_budgets(self, queries: Sequence[BudgetQuery]) -> list[int]:
+        """Find budgets that keep floors."""
+        return await _alive(self._rank.smallest_budgets.remote(queries))
+
+    async def check_health(self) -> None:
+        """Raise EngineLostError when the rank is dead or does not answer."""
+        try:
+            await asyncio.wait_for(_alive(self._rank.ping.remote()), HEALTH_TIMEOUT_S)
+        except TimeoutError:
+            raise EngineLostError(f"a rank has not answered for {HEALTH_TIMEOUT_S:g} s") from None
+
+    async def stop(self) -> None:
+        """Kill the rank and give its resources back."""
+        ray.kill(self._rank)  # type: ignore[arg-type]  # Ray's types say that options().remote() may be the class
+        remove_placement_group(self._group)
+
+
+async def _alive(call: Awaitable[ResultT]) -> ResultT:
+    """Wait for a rank's answer; its death is an EngineLostError."""
+    try:
+        return await call
+    except RayActorError as error:
+        raise EngineLostError("a rank died") from error
+
+
+async def build_ray_engine(config: EngineConfig, *, engine_id: str, on_progress: Progress) -> Engine:
+    """Place and load an engine's ranks; the caller starts and stops the engine.
+
+    Raises:
+        EngineLostError: the cluster has no room for the ranks, or one died while it loaded.
+        CheckpointError: the model cannot be found or read.
+    """
+    on_gpu = config.device.startswith("cuda") or (config.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+    num_gpus = int(on_gpu)
+    group = await _place(num_gpus)
+    executor = RayExecutor(group, config, num_gpus=num_gpus)
+    try:
+        shape = await executor.load(on_progress)
+    except BaseException:
+        await executor.stop()
+        raise
+    info = EngineInfo(
+        engine_id=engine_id,
+        model_name=config.model_name,
+        max_model_len=shape.max_model_len,
+        vocab_size=shape.spec.vocab_size,
+        num_blocks=shape.num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_waiting=config.max_num_waiting,
+    )
+    return Engine(
+        info,
+        executor,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+async def _place(num_gpus: int) -> PlacementGroup:
+    """Reserve a bundle a rank; an infeasible group would stay pending without an error."""
+    group: PlacementGroup = placement_group(
+        [{"CPU": 1.0, **({"GPU": float(num_gpus)} if num_gpus else {})}], strategy="PACK"
+    )
+    try:
+        await asyncio.wait_for(group.ready(), PLACEMENT_TIMEOUT_S)
+    except TimeoutError:
+        remove_placement_group(group)
+        wanted = f"1 CPU{' and 1 GPU' if num_gpus else ''}"
+        raise EngineLostError(f"the cluster has no node with {wanted} free for a rank") from None
+    return group
