@@ -59,7 +59,28 @@ async def build_engine(config: ClusterConfig, engine_id: str, report_bytes: Repo
     """Build the engine that the configuration asks for; runs inside an engine's replica."""
     if config.executor == "fake":
         return await asyncio.to_thread(_build_fake_engine, config, engine_id)
-    raise NotImplementedError
+    return await _build_ray_engine(config, engine_id, report_bytes)
+
+
+async def _build_ray_engine(config: ClusterConfig, engine_id: str, report_bytes: ReportBytes) -> Engine:
+    from kvorum.workers.config import EngineConfig
+    from kvorum.workers.group import build_ray_engine
+
+    engine_config = EngineConfig(
+        model=config.model,
+        model_name=config.served_model_name or resolve_checkpoint(config).name,
+        dtype=config.dtype,
+        device=config.device,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_waiting=config.max_num_waiting,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    return await build_ray_engine(engine_config, engine_id=engine_id, on_progress=report_bytes)
 
 
 def _build_fake_engine(config: ClusterConfig, engine_id: str) -> Engine:

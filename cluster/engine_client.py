@@ -11,8 +11,9 @@ A request's way through it:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -37,6 +38,7 @@ from kvorum.workers.wire import (
 
 logger = logging.getLogger(__name__)
 
+_Call = grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
 _CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 
@@ -147,7 +149,9 @@ class EngineClient:
         self._outbox = asyncio.Queue()
         async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
             stub = pb_grpc.EngineServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
-            call = stub.Session(_encoded(self._outbox))
+            call = stub.Session()
+            # Not a request iterator: gRPC would leave its task pending when the call ends.
+            writing = asyncio.create_task(_write_all(call, self._outbox))
             try:
                 while True:
                     async with asyncio.timeout(self._silence_timeout_s):
@@ -156,7 +160,9 @@ class EngineClient:
                         return
                     self._take(message)
             finally:
+                writing.cancel()
                 call.cancel()
+                await asyncio.wait({writing})
 
     def _take(self, message: pb.SessionResponse) -> None:
         match event_from_pb(message):
@@ -193,6 +199,8 @@ class EngineClient:
             stream.deliver(request_id, EngineLostError(f"engine {lost_id} was lost while it served the request"))
 
 
-async def _encoded(outbox: asyncio.Queue[Command]) -> AsyncIterator[pb.SessionRequest]:
-    while True:
-        yield command_to_pb(await outbox.get())
+async def _write_all(call: _Call, outbox: asyncio.Queue[Command]) -> None:
+    # A broken stream is seen, and answered, by whoever reads it.
+    with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+        while True:
+            await call.write(command_to_pb(await outbox.get()))

@@ -80,7 +80,7 @@ class EngineReplica:
             self._engine = await self._build_engine(self._config, self._engine_id, self._report_bytes)
             await self._engine.start()
             self._server = EngineServer(self._engine)
-            host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray has no types here
+            host: str = ray.util.get_node_ip_address()
             self._address = f"{host}:{await self._server.start(host)}"
             self._progress = LoadProgress(is_ready=True)
         except Exception as error:

@@ -127,7 +127,7 @@ def _serve(config: ClusterConfig, *, is_local: bool) -> Iterator[None]:
         if not is_local:
             serve.delete(APP_NAME)
             if not serve.status().applications:
-                serve.shutdown()  # type: ignore[no-untyped-call]  # Ray has no types here
+                serve.shutdown()
 
 
 def _environment(config: ClusterConfig) -> dict[str, str]:

@@ -114,7 +114,9 @@ def test_the_servers_deadline_is_a_typed_error() -> None:
 
 def test_a_full_cluster_says_when_to_come_back() -> None:
     async def scenario(stub: Unchecked, stack: Stack) -> None:
-        calls = [stub.Generate(request(max_tokens=300)) for _ in range(8)]
+        calls = [stub.Generate(request(max_tokens=300)) for _ in range(4)]
+        await eventually(lambda: stack.host.engine.stats().num_running == 4)
+        calls += [stub.Generate(request(max_tokens=300)) for _ in range(4)]
         await eventually(lambda: len(stack.frontend.running) == 8)
         details = await assert_refused(stub.Generate(request()), grpc.StatusCode.UNAVAILABLE, param=None)
         assert details["ErrorInfo"].reason == "KV_CAPACITY_EXHAUSTED"
