@@ -28,34 +28,43 @@ class IncrementalDetokenizer:
         """Start after the tokens of `context`, whose text is not repeated."""
         self._decode = decode
         self._window = list(context[-_CONTEXT_TOKENS:])
-        self._num_emitted = len(_final_part(decode(self._window)))
+        # The window's text as far as it has been sent. A context may end inside a character: then the text that the
+        # window turns out to have does not begin with this, and what differs is sent.
+        self._sent = decode(self._window)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take new tokens and return the text that became final."""
         self._window += token_ids
         text = self._decode(self._window)
         final = _final_part(text)
-        piece = final[self._num_emitted :]
-        self._num_emitted = max(self._num_emitted, len(final))
+        piece = self._unsent(final)
         if len(final) == len(text):
             self._window = self._window[-_CONTEXT_TOKENS:]
-            self._num_emitted = len(self._decode(self._window))
-        elif len(self._window) > _MAX_WINDOW:
+            self._sent = self._decode(self._window)
+        elif piece:
+            self._sent = final
+        if len(self._window) > _MAX_WINDOW:
             self._shorten_window(text)
         return piece
 
     def flush(self) -> str:
         """Return what was held back, now that nothing follows."""
-        return self._decode(self._window)[self._num_emitted :]
+        return self._unsent(self._decode(self._window))
+
+    def _unsent(self, text: str) -> str:
+        if text.startswith(self._sent):
+            return text[len(self._sent) :]
+        same = next((i for i, (new, old) in enumerate(zip(text, self._sent, strict=False)) if new != old), len(text))
+        return text[same:]
 
     def _shorten_window(self, text: str) -> None:
         # Text that never becomes final (a model babbling bytes) must not make each step dearer. The window may begin
         # wherever both parts together decode to the same text.
         for cut in range(len(self._window) - 1, 0, -1):
             head = self._decode(self._window[:cut])
-            if len(head) <= self._num_emitted and head + self._decode(self._window[cut:]) == text:
+            if self._sent.startswith(head) and head + self._decode(self._window[cut:]) == text:
                 self._window = self._window[cut:]
-                self._num_emitted -= len(head)
+                self._sent = self._sent[len(head) :]
                 return
 
 

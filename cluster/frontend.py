@@ -20,7 +20,7 @@ from kvorum.cluster.errors import status_of
 from kvorum.cluster.generation import Delta, Generator
 from kvorum.cluster.metrics import RouterMetrics
 from kvorum.cluster.model import ServedModel
-from kvorum.cluster.planning import GenerationRequest, Prompting, plan_generation
+from kvorum.cluster.planning import GenerationRequest, Prompting, Surroundings, plan_generation
 from kvorum.cluster.sampling_fields import SamplingFields
 from kvorum.kvstore.errors import AuthenticationError, CapacityError, NeverFitsError
 from kvorum.workers.request import RequestId
@@ -103,8 +103,14 @@ class Frontend:
 
     def plan(self, fields: SamplingFields, prompting: Prompting) -> GenerationRequest:
         """Check a request against the model and lay out its sequences."""
-        seed = self._rng.getrandbits(63)
-        return plan_generation(fields, prompting, model=self.model, config=self.config, random_seed=seed)
+        pools = [status.info.num_blocks * status.info.block_size for status in self.live_engines().values()]
+        around = Surroundings(
+            model=self.model,
+            config=self.config,
+            pool_tokens=max(pools, default=self.model.max_model_len),
+            random_seed=self._rng.getrandbits(63),
+        )
+        return plan_generation(fields, prompting, around)
 
     @contextlib.asynccontextmanager
     async def generate(self, request: GenerationRequest) -> AsyncIterator[AsyncIterator[Delta]]:

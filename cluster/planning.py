@@ -5,7 +5,6 @@ Pure: what is random (the seed of a request without one) is handed in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvorum.cluster.config import ClusterConfig, budget_from_number
@@ -40,8 +39,8 @@ class GenerationRequest:
 class Prompting:
     """What a request asks for beside its sampling fields.
 
-    max_tokens: None for as many as the context holds. default_max_tokens: taken when max_tokens is None, but never
-    beyond the context. logprobs: alternatives beside each token; None reports no log-probabilities.
+    max_tokens: None for default_max_tokens, and if that is None for as many as there is room for. logprobs:
+    alternatives beside each token; None reports no log-probabilities.
     """
 
     request_id: RequestId
@@ -53,24 +52,38 @@ class Prompting:
     logprobs: int | None = None
 
 
-def plan_generation(
-    fields: SamplingFields, prompting: Prompting, *, model: ServedModel, config: ClusterConfig, random_seed: int
-) -> GenerationRequest:
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a request is planned against.
+
+    pool_tokens: tokens that the largest KV pool holds; an answer whose length the client left open, and whose KV cache
+    has no budget, is planned no longer than that. random_seed: for a request that brings none.
+    """
+
+    model: ServedModel
+    config: ClusterConfig
+    pool_tokens: int
+    random_seed: int
+
+
+def plan_generation(fields: SamplingFields, prompting: Prompting, around: Surroundings) -> GenerationRequest:
     """Check what the fields say against the model, and lay out the sequences.
 
     Raises:
         InvalidRequestError: or one of its children, or ModelNotFoundError.
     """
-    check_model(fields.model, model)
+    config = around.config
+    check_model(fields.model, around.model)
     num_choices = fields.n or 1
     if num_choices * len(prompting.prompts) > MAX_CHOICES:
         raise InvalidRequestError(f"n: prompts times n may be at most {MAX_CHOICES}", param="n")
     kv = _kv_params(fields.kvorum, config)
     sequences: list[EngineRequest] = []
     for prompt in prompting.prompts:
-        sampling = _sampling_params(fields, prompting, prompt, model=model)
+        max_tokens = _max_tokens(prompting, len(prompt), kv=kv, around=around)
+        sampling = _sampling_params(fields, prompting, max_tokens=max_tokens, model=around.model)
         for choice in range(num_choices):
-            seed = (random_seed if fields.seed is None else fields.seed) + choice
+            seed = (around.random_seed if fields.seed is None else fields.seed) + choice
             sequences.append(
                 EngineRequest(
                     request_id=RequestId(f"{prompting.request_id}-{len(sequences)}"),
@@ -99,9 +112,8 @@ def check_model(name: str | None, model: ServedModel) -> None:
 
 
 def _sampling_params(
-    fields: SamplingFields, prompting: Prompting, prompt: Sequence[int], *, model: ServedModel
+    fields: SamplingFields, prompting: Prompting, *, max_tokens: int, model: ServedModel
 ) -> SamplingParams:
-    max_tokens = _max_tokens(prompting, len(prompt), model=model)
     min_tokens = fields.min_tokens or 0
     if min_tokens > max_tokens:
         raise InvalidRequestError(
@@ -129,8 +141,8 @@ def _sampling_params(
     )
 
 
-def _max_tokens(prompting: Prompting, num_prompt_tokens: int, *, model: ServedModel) -> int:
-    param, limit = prompting.prompt_param, model.max_model_len
+def _max_tokens(prompting: Prompting, num_prompt_tokens: int, *, kv: KVParams, around: Surroundings) -> int:
+    param, limit = prompting.prompt_param, around.model.max_model_len
     if num_prompt_tokens == 0:
         raise InvalidRequestError(f"{param}: must have at least one token", param=param)
     room = limit - num_prompt_tokens
@@ -139,6 +151,8 @@ def _max_tokens(prompting: Prompting, num_prompt_tokens: int, *, model: ServedMo
             f"{param} has {num_prompt_tokens} tokens, which leaves no room for an answer within {limit}", param=param
         )
     if prompting.max_tokens is None:
+        if kv.kv_budget is None:
+            room = max(1, min(room, around.pool_tokens - num_prompt_tokens))
         return min(room, prompting.default_max_tokens or room)
     if prompting.max_tokens > room:
         raise ContextLengthError(

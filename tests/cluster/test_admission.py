@@ -1,0 +1,148 @@
+"""Admission within one router: never what cannot fit, never more than the engines take, most room first."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvorum.cluster.admission import Demand, LocalAdmission
+from kvorum.cluster.engine_client import EngineStatus
+from kvorum.kvstore.errors import CapacityError, EngineLostError, NeverFitsError
+from kvorum.workers.request import EngineStats, KVParams, RequestId
+from kvtest.stack import DEFAULT_INFO
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def status(engine_id: str, *, num_blocks: int = 64, held: int = 0) -> EngineStatus:
+    info = replace(DEFAULT_INFO, engine_id=engine_id, num_blocks=num_blocks)
+    stats = EngineStats(
+        num_running=0,
+        num_waiting=0,
+        blocks_free=num_blocks - held,
+        blocks_held=held,
+        blocks_cached=0,
+        steps_total=0,
+        prompt_tokens_total=0,
+        generation_tokens_total=0,
+        prefix_cache_queries_total=0,
+        prefix_cache_hits_total=0,
+        preemptions_total=0,
+    )
+    return EngineStatus(info, stats)
+
+
+def admission_of(*statuses: EngineStatus, clock: Clock | None = None, lease_s: float = 30.0) -> LocalAdmission:
+    engines = {each.info.engine_id: each for each in statuses}
+    return LocalAdmission(lambda: engines, clock=clock or Clock(), lease_s=lease_s)
+
+
+def demand(name: str = "r", *, tokens: int = 100, sequences: int = 1, kv: KVParams | None = None) -> Demand:
+    return Demand(RequestId(name), (tokens,) * sequences, kv or KVParams())
+
+
+def admit(admission: LocalAdmission, *demands: Demand) -> list[str]:
+    async def scenario() -> list[str]:
+        return [(await admission.admit(each)).engine_id for each in demands]
+
+    return asyncio.run(scenario())
+
+
+def release(admission: LocalAdmission, *names: str) -> None:
+    async def scenario() -> None:
+        for name in names:
+            await admission.release(RequestId(name))
+
+    asyncio.run(scenario())
+
+
+def test_the_engine_with_most_room_gets_the_request() -> None:
+    assert admit(admission_of(status("a", held=10), status("b", held=5)), demand()) == ["b"]
+
+
+def test_a_burst_is_spread_before_any_engine_reports_it() -> None:
+    admission = admission_of(status("a"), status("b"))
+    assert sorted(admit(admission, *(demand(f"r{i}") for i in range(4)))) == ["a", "a", "b", "b"]
+
+
+def test_what_fits_no_engine_even_alone_is_refused_for_good() -> None:
+    admission = admission_of(status("a", num_blocks=4), status("b", num_blocks=5))
+    assert admit(admission, demand(tokens=80)) == ["b"]
+    with pytest.raises(NeverFitsError, match="5"):
+        admit(admission, demand("s", tokens=81))
+
+
+def test_a_budget_makes_it_fit_but_not_with_a_floor_on_quality() -> None:
+    admission = admission_of(status("a", num_blocks=4))
+    kv = KVParams("h2o", 32)
+    assert admit(admission, demand(tokens=5000, kv=kv)) == ["a"]
+    with pytest.raises(NeverFitsError):
+        admit(admission, demand("s", tokens=5000, kv=replace(kv, min_retained_mass=0.9)))
+
+
+def test_no_more_are_in_flight_than_run_and_wait() -> None:
+    admission = admission_of(status("a"))
+    admit(admission, *(demand(f"r{i}", sequences=2) for i in range(4)))
+    with pytest.raises(CapacityError) as caught:
+        admit(admission, demand("more"))
+    assert caught.value.retry_after_s > 0
+    release(admission, "r0")
+    assert admit(admission, demand("more")) == ["a"]
+
+
+def test_without_an_engine_there_is_an_error_that_says_so() -> None:
+    with pytest.raises(EngineLostError):
+        admit(admission_of(), demand())
+
+
+def test_admitting_and_releasing_are_idempotent() -> None:
+    admission = admission_of(status("a"))
+    admit(admission, *(demand("same", sequences=8) for _ in range(5)))
+    assert admission.num_leases == 1
+    release(admission, "same", "same", "other")
+    assert admission.num_leases == 0
+
+
+def test_a_lease_that_nobody_renews_expires() -> None:
+    clock = Clock()
+    admission = admission_of(status("a"), clock=clock, lease_s=10.0)
+
+    async def scenario() -> None:
+        await admission.admit(demand("kept", sequences=4))
+        await admission.admit(demand("dropped", sequences=4))
+        clock.now_s = 9.0
+        await admission.renew([RequestId("kept"), RequestId("unknown")])
+        clock.now_s = 11.0
+        await admission.admit(demand("new", sequences=4))
+        with pytest.raises(CapacityError):
+            await admission.admit(demand("one more"))
+
+    asyncio.run(scenario())
+
+
+@given(st.lists(st.tuples(st.sampled_from(["admit", "release"]), st.integers(0, 9), st.integers(1, 4)), max_size=40))
+def test_the_limit_holds_whatever_comes_and_goes(steps: list[tuple[str, int, int]]) -> None:
+    admission = admission_of(status("a"), status("b"))
+    in_flight: dict[str, int] = {}
+    for action, number, sequences in steps:
+        name = f"r{number}"
+        if action == "release":
+            release(admission, name)
+            in_flight.pop(name, None)
+        elif name in in_flight or sum(in_flight.values()) + sequences <= 16:
+            admit(admission, demand(name, sequences=sequences))
+            in_flight.setdefault(name, sequences)
+        else:
+            with pytest.raises(CapacityError):
+                admit(admission, demand(name, sequences=sequences))
+        assert admission.num_leases == len(in_flight)
