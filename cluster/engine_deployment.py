@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import ray.util
 
 from kvorum.cluster.config import ClusterConfig
+from kvorum.cluster.logs import log_to_stderr
 from kvorum.kvstore.errors import EngineLostError
 from kvorum.workers.engine_server import Engine, EngineServer
 
@@ -41,6 +42,7 @@ class EngineReplica:
 
     def __init__(self, config: ClusterConfig, engine_id: str, build_engine: EngineBuilder) -> None:
         """Start to load; build_engine gets the configuration, the engine's id and a function to report bytes to."""
+        log_to_stderr()
         self._config = config
         self._engine_id = engine_id
         self._build_engine = build_engine

@@ -24,6 +24,7 @@ from kvorum.cluster.engine_deployment import EngineReplica
 from kvorum.cluster.frontend import Frontend
 from kvorum.cluster.grpc_service import GrpcService
 from kvorum.cluster.http import create_app
+from kvorum.cluster.logs import log_to_stderr
 from kvorum.cluster.model import load_model
 from kvorum.kvstore.errors import EngineLostError
 
@@ -35,6 +36,7 @@ class Router(GrpcService):
 
     def __init__(self, config: ClusterConfig, *engines: DeploymentHandle[EngineReplica]) -> None:
         """Serve what `engines` compute."""
+        log_to_stderr()
         self._frontend = Frontend(config, load_model(config), [_client(handle) for handle in engines])
         self._frontend.start()
         super().__init__(self._frontend)

@@ -39,7 +39,8 @@ def test_garbage_over_grpc_gets_a_clean_invalid_argument(cluster: ClusterUnderTe
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, (bad.name, error)
         fields = [violation.field for violation in details_of(error)["BadRequest"].field_violations]
         assert fields == [bad.param], (bad.name, error.details())
-    assert list(stub_of(cluster).Generate(pb.GenerateRequest(text="a"), metadata=METADATA, timeout=5))
+    answered = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=4))
+    assert list(stub_of(cluster).Generate(answered, metadata=METADATA))
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
