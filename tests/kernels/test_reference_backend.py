@@ -458,6 +458,12 @@ class TestSteps:
             before.positions != run.pool.positions,
         )
 
+    def test_a_token_that_takes_a_victims_slot_has_its_own_position(self) -> None:
+        run = Run(make_backend())
+        held_to_budget(run)
+        _, kept = decode(run, (7, 2), steps=3)
+        assert [bool((positions[..., -1] == 30 + index).all()) for index, positions in enumerate(kept)] == [True] * 3
+
     def test_a_step_that_chooses_no_victims_leaves_none(self) -> None:
         run = Run(make_backend())
         prefill(run, (7, 2), tokens_of(30), row=ROW, rule=RULE)
@@ -510,6 +516,20 @@ class TestSteps:
         first = cut_up.step((SequenceStep(ROW, TABLE, 0, cut, 0), tokens[:cut]))
         rest = cut_up.step((SequenceStep(ROW, TABLE, cut, 45 - cut, cut), tokens[cut:]))
         assert torch.equal(torch.cat((first, rest)), expected)
+
+    @pytest.mark.parametrize("window", [None, 7])
+    @pytest.mark.parametrize(("decay", "observe_from"), [(1.0, 0), (0.9, 0), (1.0, 20), (0.9, 20)])
+    def test_each_query_that_counts_gives_its_weight_for_each_query_head(
+        self, decay: float, observe_from: int, window: int | None
+    ) -> None:
+        spec = tiny_spec(window=window)
+        run = Run(reference_backend(spec, random_weights(spec)))
+        rule = EvictionRule(recent_tokens=5, decay=decay, observe_from=observe_from)
+        prefill(run, TABLE, tokens_of(33), row=ROW, rule=rule)
+        run.step((SequenceStep(ROW, TABLE, 33, 1, 33, rule), [5]))
+        mass = sum(decay ** (33 - query) for query in range(observe_from, 34))
+        found = run.backend.read_scores(run.pool, TABLE, 34).sum(dim=-1)
+        torch.testing.assert_close(found, torch.full_like(found, spec.group_size * mass))
 
     def test_scores_do_not_depend_on_chunks(self) -> None:
         tokens, rule = tokens_of(45), EvictionRule(recent_tokens=5, decay=0.9, observe_from=20)
