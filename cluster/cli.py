@@ -14,6 +14,7 @@ from importlib.metadata import version
 
 from kvorum.cluster.config import ConfigError, suggest
 from kvorum.kvstore.errors import KvorumError
+from kvorum.workers.config import COMPUTE_ENVIRONMENT
 
 _COMMANDS = {
     "serve": ("kvorum.cluster.serve_command", "run a cluster until Ctrl-C"),
@@ -31,6 +32,7 @@ EXIT_INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
+    os.environ.update(COMPUTE_ENVIRONMENT)
     arguments = [_with_dashes(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     chosen = next((argument for argument in arguments if not argument.startswith("-")), "")
     module = importlib.import_module(_COMMANDS[chosen][0]) if chosen in _COMMANDS else None

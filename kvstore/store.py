@@ -97,10 +97,9 @@ class KVStore:
         """Blocks that sequences hold."""
         return self.num_blocks - self.num_free - self.num_cached
 
-    @property
-    def open_seq_ids(self) -> set[SeqId]:
-        """Sequences that are open, swapped ones included."""
-        return set(self._sequences)
+    def open_sequences(self) -> list[SequenceKV]:
+        """Return the sequences that are open, swapped ones included."""
+        return list(self._sequences.values())
 
     def cached_nodes(self) -> list[Node]:
         """Return every cached block's node."""

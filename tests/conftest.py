@@ -8,8 +8,12 @@ import random
 import hypothesis
 import pytest
 
+from kvorum.workers.config import COMPUTE_ENVIRONMENT
+
 # Before anything imports ray: no usage reports, no tokens between local processes.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Before anything imports torch.
+os.environ.update(COMPUTE_ENVIRONMENT)
 
 hypothesis.settings.register_profile("kvorum", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("kvorum")

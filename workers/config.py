@@ -33,4 +33,17 @@ class EngineConfig:
     num_threads: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RankShape:
+    """What the engine must know of a loaded rank."""
+
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+
+
 CPU_POOL_BYTES = 2 * 1024**3
+
+# What a process that computes on CPUs sets before it loads torch. OpenMP's threads spin for milliseconds at the end of
+# each parallel region; beside other processes on the same cores that makes a step 10 to 20 times slower.
+COMPUTE_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}

@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 from kvorum.kvstore.errors import CapacityError, EngineLostError
 from kvorum.kvstore.store import KVStore
+from kvorum.workers.config import EngineConfig, RankShape
 from kvorum.workers.executor import Executor
 from kvorum.workers.plan import StepPlan
 from kvorum.workers.request import (
@@ -33,6 +34,26 @@ from kvorum.workers.request import (
 from kvorum.workers.scheduler import Scheduler, SchedulerLimits
 
 RETRY_AFTER_S = 1.0
+
+
+def build_engine(config: EngineConfig, shape: RankShape, executor: Executor, *, engine_id: str) -> Engine:
+    """Return the engine over loaded ranks; `start` it inside an event loop."""
+    info = EngineInfo(
+        engine_id=engine_id,
+        model_name=config.model_name,
+        max_model_len=shape.max_model_len,
+        vocab_size=shape.vocab_size,
+        num_blocks=shape.num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_waiting=config.max_num_waiting,
+    )
+    return Engine(
+        info,
+        executor,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
 
 
 class Engine:

@@ -14,13 +14,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvorum.workers.config import EngineConfig
-from kvorum.workers.engine import Engine
+from kvorum.workers.engine import Engine, build_engine
 from kvorum.workers.executor import LocalExecutor
 from kvorum.workers.plan import RowPlan, Sample, SampleRequest
-from kvorum.workers.request import EngineInfo, EngineRequest, FinishReason, KVParams, Receipt, RequestId, SamplingParams
+from kvorum.workers.request import EngineRequest, FinishReason, KVParams, Receipt, RequestId, SamplingParams
 from kvorum.workers.worker import load_worker
-
-ENGINE_ID = "eval"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,24 +110,9 @@ async def evaluate(config: EngineConfig, windows: Sequence[Window], cases: Seque
     """
     everything = [KVParams(), *cases]
     tallies = [_Tally() for _ in everything]
-    config = replace(config, enable_prefix_caching=False, max_num_seqs=len(everything))
+    config = replace(config, enable_prefix_caching=False, max_num_seqs=len(everything), max_num_waiting=len(everything))
     worker, shape = load_worker(config, sampler=_Teacher(windows, tallies))
-    info = EngineInfo(
-        engine_id=ENGINE_ID,
-        model_name=config.model_name,
-        max_model_len=shape.max_model_len,
-        vocab_size=shape.spec.vocab_size,
-        num_blocks=shape.num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_waiting=len(everything),
-    )
-    engine = Engine(
-        info,
-        LocalExecutor(worker),
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        enable_prefix_caching=False,
-    )
+    engine = build_engine(config, shape, LocalExecutor(worker), engine_id="eval")
     await engine.start()
     try:
         for window in windows:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import ray
+from ray.actor import ActorClass
 from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -17,11 +18,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from kvorum.kernels.reference.backend import ReferenceStep
 from kvorum.kernels.reference.pool import ReferencePool
 from kvorum.kvstore.errors import EngineLostError
-from kvorum.workers.config import EngineConfig
-from kvorum.workers.engine import Engine
+from kvorum.workers.config import COMPUTE_ENVIRONMENT, EngineConfig, RankShape
+from kvorum.workers.engine import Engine, build_engine
 from kvorum.workers.plan import BudgetQuery, MassQuery, StepPlan, StepResult
-from kvorum.workers.request import EngineInfo
-from kvorum.workers.worker import RankShape, Worker, load_worker
+from kvorum.workers.worker import Worker, load_worker
 
 HEALTH_TIMEOUT_S = 5.0
 PLACEMENT_TIMEOUT_S = 60.0
@@ -76,7 +76,8 @@ class _RankActor:
         return self._worker.smallest_budgets(queries)
 
 
-RankActor = ray.remote(_RankActor)
+# Ray's type stubs do not know concurrency_groups.
+RankActor: ActorClass[_RankActor] = ray.remote(concurrency_groups={"control": 1})(_RankActor)  # type: ignore[call-overload]
 
 
 class RayExecutor:
@@ -85,9 +86,9 @@ class RayExecutor:
     def __init__(self, group: PlacementGroup, config: EngineConfig, *, num_gpus: int) -> None:
         self._group = group
         self._rank = RankActor.options(
-            concurrency_groups={"control": 1},
             num_cpus=1,
             num_gpus=num_gpus,
+            runtime_env={"env_vars": COMPUTE_ENVIRONMENT},
             scheduling_strategy=PlacementGroupSchedulingStrategy(group),
         ).remote(config)
 
@@ -149,22 +150,7 @@ async def build_ray_engine(config: EngineConfig, *, engine_id: str, on_progress:
     except BaseException:
         await executor.stop()
         raise
-    info = EngineInfo(
-        engine_id=engine_id,
-        model_name=config.model_name,
-        max_model_len=shape.max_model_len,
-        vocab_size=shape.spec.vocab_size,
-        num_blocks=shape.num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_waiting=config.max_num_waiting,
-    )
-    return Engine(
-        info,
-        executor,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        enable_prefix_caching=config.enable_prefix_caching,
-    )
+    return build_engine(config, shape, executor, engine_id=engine_id)
 
 
 async def _place(num_gpus: int) -> PlacementGroup:

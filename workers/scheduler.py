@@ -394,7 +394,9 @@ class Scheduler:
         self._store.audit()
         everyone = [*self._waiting, *self._running, *self._ended]
         holders = {sequence.seq_id for sequence in everyone if sequence.kv is not None}
-        assert holders == self._store.open_seq_ids, "the store serves other sequences than the scheduler"
+        assert holders == {kv.seq_id for kv in self._store.open_sequences()}, (
+            "the store serves other sequences than the scheduler"
+        )
         assert len(everyone) == len(self._by_request), "a request was lost"
 
 

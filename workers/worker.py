@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Generic
 
 import torch
@@ -11,14 +10,14 @@ import torch
 from kvorum.kernels.backend import Backend, PoolT, SlotView, StepT
 from kvorum.kernels.reference.backend import ReferenceBackend, ReferenceStep
 from kvorum.kernels.reference.pool import ReferencePool
-from kvorum.kernels.spec import DecoderSpec, Shard
+from kvorum.kernels.spec import Shard
 from kvorum.kvstore.device import DeviceStore
 from kvorum.kvstore.ops import Residence
 from kvorum.kvstore.retention import mass_given, retained_mass, smallest_budget
 from kvorum.kvstore.types import BlockId, SeqId, blocks_for
 from kvorum.workers.checkpoint.resolve import resolve
 from kvorum.workers.checkpoint.weights import iter_weights
-from kvorum.workers.config import CPU_POOL_BYTES, EngineConfig
+from kvorum.workers.config import CPU_POOL_BYTES, EngineConfig, RankShape
 from kvorum.workers.plan import BudgetQuery, MassQuery, RowPlan, Sample, SampleRequest, StepPlan, StepResult
 from kvorum.workers.sampler import sample
 
@@ -29,15 +28,6 @@ Progress = Callable[[int, int], None]
 def sample_row(logits: torch.Tensor, request: SampleRequest, _row: RowPlan) -> Sample:
     """Draw a row's next token as its request says."""
     return sample(logits, request)
-
-
-@dataclass(frozen=True, slots=True)
-class RankShape:
-    """What the engine must know of a loaded rank."""
-
-    spec: DecoderSpec
-    max_model_len: int
-    num_blocks: int
 
 
 class Worker(Generic[PoolT, StepT]):
@@ -161,7 +151,7 @@ def load_worker(
         most_useful=config.max_num_seqs * blocks_for(max_model_len, config.block_size),
     )
     pool = backend.allocate_pool(num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
-    return Worker(backend, pool, sampler=sampler), RankShape(spec, max_model_len, num_blocks)
+    return Worker(backend, pool, sampler=sampler), RankShape(spec.vocab_size, max_model_len, num_blocks)
 
 
 def choose_device(name: str) -> torch.device:

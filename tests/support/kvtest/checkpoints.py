@@ -101,8 +101,8 @@ def tiny_checkpoint(
 
 def save_model(model: PreTrainedModel, folder: Path, *, max_shard_size: str = "1GB") -> None:
     """Save a model without a word on the terminal."""
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
 
 

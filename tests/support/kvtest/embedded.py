@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from kvorum.kernels.reference.backend import ReferenceBackend
@@ -29,14 +28,6 @@ QUESTIONS = (
 RAW_LENGTHS = (5, 16, 17, 40, 64, 100, 150, 230, 333, 512, 800, 1500)
 
 
-@dataclass
-class Reference:
-    """What transformers answers greedily. logits: [num_tokens, vocab] that each token was chosen from."""
-
-    token_ids: list[int]
-    logits: torch.Tensor
-
-
 @lru_cache(maxsize=1)
 def embedded_checkpoint() -> Checkpoint:
     """Return the embedded model's checkpoint."""
@@ -52,6 +43,7 @@ def embedded_backend(dtype: torch.dtype = torch.float32) -> ReferenceBackend:
     return backend
 
 
+@lru_cache(maxsize=1)
 def embedded_transformers() -> PreTrainedModel:
     """Return transformers' model of the same file, dequantised to float32."""
     path = embedded_checkpoint().path
@@ -76,15 +68,13 @@ def twenty_prompts() -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, chats + [tokens[s : s + n] for s, n in zip(starts, RAW_LENGTHS, strict=True)]))
 
 
-@torch.inference_mode()
-def greedy(model: PreTrainedModel, prompt: tuple[int, ...], *, max_tokens: int) -> Reference:
-    """Generate with transformers' own cache."""
-    cache = DynamicCache(config=model.config)
-    tokens: list[int] = []
-    logits: list[torch.Tensor] = []
-    fed = list(prompt)
-    for _ in range(max_tokens):
-        logits.append(model(torch.tensor([fed]), cache=cache).logits[0, -1])
-        tokens.append(int(logits[-1].argmax()))
-        fed = tokens[-1:]
-    return Reference(tokens, torch.stack(logits))
+@lru_cache(maxsize=64)
+def transformers_logits(prompt: tuple[int, ...], answer: tuple[int, ...]) -> torch.Tensor:
+    """Return the logits [len(answer), vocab] from which transformers would choose each token of an answer.
+
+    An answer is transformers' own greedy one just when every token of it is the largest logit of its row.
+    """
+    tokens = torch.tensor([[*prompt, *answer[:-1]]])
+    with torch.inference_mode():
+        logits: torch.Tensor = embedded_transformers()(tokens).logits[0, len(prompt) - 1 :]
+    return logits
