@@ -240,6 +240,42 @@ class TestEvict:
         assert rig.tree._roots == {}
 
 
+class TestWithdraw:
+    def test_a_sequences_blocks_become_its_own(self, rig: Rig) -> None:
+        blocks = rig.compute([1, 2, 3, 4])
+        assert rig.tree.withdraw(blocks)
+        assert rig.found([1, 2]) == []
+        assert [rig.pool.references(block_id) for block_id in blocks] == [1, 1]
+        rig.audit()
+
+    @pytest.mark.parametrize("shared", [[1, 2], [1, 2, 3, 4]])
+    def test_not_beside_a_sequence_that_shares_one(self, rig: Rig, shared: list[int]) -> None:
+        blocks = rig.compute([1, 2, 3, 4])
+        nodes = rig.tree.match(shared, salt="")
+        rig.tree.acquire(nodes)
+        rig.held.append([node.block_id for node in nodes])
+        assert not rig.tree.withdraw(blocks)
+        assert rig.found([1, 2, 3, 4]) == blocks
+        rig.audit()
+
+    def test_what_is_below_goes_too(self, rig: Rig) -> None:
+        trunk = rig.compute([1, 2])
+        held = rig.compute([1, 2, 3, 4])
+        rig.cache([1, 2, 5, 6])
+        assert rig.tree.withdraw(trunk)
+        assert len(rig.tree) == 0
+        assert [rig.pool.references(block_id) for block_id in held] == [1, 1]
+        assert rig.pool.num_free == NUM_BLOCKS - 3
+        rig.audit()
+
+    def test_blocks_that_are_not_cached_are_left_alone(self, rig: Rig) -> None:
+        rig.compute([1, 2])
+        below = rig.compute([1, 2, 3, 4])  # its first block is a copy of what is cached
+        assert rig.tree.withdraw(below)
+        assert rig.found([1, 2, 3, 4]) == [0]
+        rig.audit()
+
+
 class TestSnapshots:
     def mark(self, rig: Rig, tokens: Sequence[int], snapshot_id: int, *, decay: float = 1.0) -> Node:
         node = rig.tree.match(tokens, salt="")[-1]
