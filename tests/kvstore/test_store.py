@@ -224,6 +224,16 @@ class TestScoredHits:
         sequence = rig.open(text(19), H2O)
         assert (sequence.num_cached_tokens, sequence.cuts) == (8, [16])
 
+    def test_of_several_scores_the_deepest_are_used(self) -> None:
+        rig = Rig(num_blocks=20)
+        rig.cache(text(11), H2O)
+        rig.cache(text(19), H2O)
+        assert rig.open(text(23), H2O).num_cached_tokens == 16
+
+    @pytest.mark.parametrize(("length", "cuts"), [(4, []), (5, [4]), (12, [8]), (13, [12])])
+    def test_scores_are_saved_where_the_same_prompt_could_start(self, length: int, cuts: list[int]) -> None:
+        assert Rig().open(text(length), H2O).cuts == cuts
+
     def test_what_a_branch_saved_serves_the_next_branch(self) -> None:
         rig = Rig()
         rig.cache(text(15), H2O)
@@ -316,6 +326,12 @@ class TestPublishing:
         assert rig.store.cached_nodes() == []
         assert rig.store.shrink(sequence, 8)
         assert sequence.block_ids == [0, 1]
+
+    def test_old_cached_blocks_count_as_room_for_the_cut(self) -> None:
+        rig = Rig(num_blocks=7)
+        rig.cache(text(8))
+        rig.run(text(18, branch=0), H2O, budget=7)
+        assert len(rig.store.cached_nodes()) == 6
 
     def test_a_prompt_that_was_evicted_from_is_not_published(self) -> None:
         rig = Rig()
