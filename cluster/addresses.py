@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from kvorum.cluster.config import ConfigError
 
+_CONNECT_TIMEOUT_S = 5.0
+
 
 def is_loopback(host: str) -> bool:
     """Say whether a host is reachable from this machine only."""
@@ -34,6 +36,15 @@ def choose_ports(host: str, *, wanted: Sequence[int], count: int, names: Sequenc
                 held.enter_context(_hold(host, each, name=name))
             chosen.append(first)
     return chosen
+
+
+def check_reachable(address: str) -> None:
+    """Raise ConfigError unless something listens at host:port."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"address: nothing answers at {address!r}, expected host:port or auto: {error}") from None
 
 
 def url_host(host: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvorum.cluster.addresses import choose_ports, url_host
+from kvorum.cluster.addresses import check_reachable, choose_ports, url_host
 from kvorum.cluster.config import ClusterConfig
 from kvorum.kvstore.errors import DeadlineError, KvorumError
 
@@ -53,7 +53,8 @@ def running_cluster(
 
     Args:
         config: what to run.
-        address: of a Ray cluster that is up, `auto` for this machine's; None starts one for us alone.
+        address: of a Ray cluster that is up and has no Serve yet, `auto` for this machine's; None starts one for us
+            alone.
         on_phase: told what goes on, in words.
         on_progress: told how far an engine has loaded, with the engine's name.
     """
@@ -94,10 +95,27 @@ def _ray(config: ClusterConfig, address: str | None) -> Iterator[None]:
                 _node_ip_address=_LOCAL_NODE_IP,
             )
         else:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            _join(address)
         yield
     finally:
         ray.shutdown()
+
+
+def _join(address: str) -> None:
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    if address != "auto":
+        check_reachable(address)  # Ray itself would try for many minutes
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError) as error:
+        raise StartupError(f"cannot join the Ray cluster at {address}: {error}") from error
+    with contextlib.suppress(ValueError):
+        ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+        raise StartupError(
+            f"Ray Serve runs at {address} already, with ports that cannot be changed; shut it down first"
+        )
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from kvorum.cluster.addresses import choose_ports, is_loopback, url_host
+from kvorum.cluster.addresses import check_reachable, choose_ports, is_loopback, url_host
 from kvorum.cluster.config import ConfigError
 
 
@@ -38,6 +38,12 @@ def test_a_wanted_port_is_taken_as_it_is_and_a_busy_one_is_named() -> None:
 def test_a_host_that_is_not_ours_is_named() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
         choose_ports("192.0.2.1", wanted=(8000,), count=1, names=("port",))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense", "127.0.0.1:many"])
+def test_an_address_where_nothing_listens_is_named(address: str) -> None:
+    with pytest.raises(ConfigError, match=f"nothing answers at '{address}'"):
+        check_reachable(address)
 
 
 def test_urls_name_hosts_that_clients_can_reach() -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtest.cluster import ClusterUnderTest
+
 pytestmark = pytest.mark.ray
 
 KVORUM = str(Path(sys.executable).with_name("kvorum"))
@@ -94,3 +96,13 @@ def test_an_interrupted_start_leaves_nothing_behind() -> None:
         serve.process.send_signal(signal.SIGINT)
         assert serve.process.wait(timeout=60) == 130
         wait_until_gone(serve)
+
+
+def test_a_ray_cluster_with_serve_on_it_is_not_touched(cluster: ClusterUnderTest) -> None:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    with command("serve", "--executor", "fake", "--port", "0", "--grpc-port", "0", "--address", address) as serve:
+        assert "Ray Serve runs at" in serve.wait_for("kvorum: ")
+        assert serve.process.wait(timeout=30) == 1
+    assert cluster.completion().status_code == 200
