@@ -28,14 +28,14 @@ QUERY_TILE = 16
 class PreparedSequence:
     """A SequenceStep with its addresses worked out.
 
-    rows: the sequence's tokens in the batch. blocks, offsets: [num_slots] where each slot lies after the step.
+    rows: the sequence's tokens in the batch. table: [num_blocks] block ids. num_slots: slots in use after the step.
     positions: [num_tokens] int64. weights: [num_tokens], what each query counts for in the scores.
     """
 
     step: SequenceStep
     rows: slice
-    blocks: torch.Tensor
-    offsets: torch.Tensor
+    table: torch.Tensor
+    num_slots: int
     positions: torch.Tensor
     weights: torch.Tensor
 
@@ -98,14 +98,15 @@ class ReferenceBackend:
         prepared, first_row = [], 0
         for step in sequences:
             num_slots = step.num_slots + (0 if step.replace else step.num_tokens)
-            blocks, offsets = pool.locate(step.block_table, num_slots)
+            table = step.block_table[: -(-num_slots // pool.block_size)]
+            assert num_slots <= len(table) * pool.block_size, "block table is too short"
             positions = torch.arange(step.start, step.start + step.num_tokens, device=self._device)
             prepared.append(
                 PreparedSequence(
                     step=step,
                     rows=slice(first_row, first_row + step.num_tokens),
-                    blocks=blocks,
-                    offsets=offsets,
+                    table=torch.tensor(table, dtype=torch.int64, device=self._device),
+                    num_slots=num_slots,
                     positions=positions,
                     weights=self._query_weights(step, positions),
                 )
@@ -163,11 +164,10 @@ class ReferenceBackend:
         """Write K and V [num_tokens, num_kv_heads, head_dim], attend; returns [num_tokens, num_heads, head_dim]."""
         step = sequence.step
         self._write(keys, values, layer, pool, sequence)
-        blocks, offsets = sequence.blocks, sequence.offsets
+        gathered = pool.kv[layer].index_select(0, sequence.table).permute(1, 2, 0, 3, 4).flatten(2, 3)
         # [num_kv_heads, num_slots, head_dim] each, and their positions [num_kv_heads, num_slots]
-        all_keys = pool.kv[layer, blocks, 0, :, offsets].transpose(0, 1)
-        all_values = pool.kv[layer, blocks, 1, :, offsets].transpose(0, 1)
-        positions = pool.positions[layer, blocks, :, offsets].transpose(0, 1)
+        all_keys, all_values = gathered[:, :, : sequence.num_slots].unbind(0)
+        positions = _gather(pool.positions[layer], sequence)
         grouped = queries.view(len(queries), self.shard.num_kv_heads, -1, self.spec.head_dim).permute(1, 2, 0, 3)
         window = self.spec.layers[layer].sliding_window
 
@@ -198,14 +198,13 @@ class ReferenceBackend:
         heads = torch.arange(self.shard.num_kv_heads, device=self._device)
         if step.replace:
             assert step.num_tokens == 1, "victims make room for one token"
-            slots = pool.victims[layer, step.row]
-            blocks, offsets = sequence.blocks[slots], sequence.offsets[slots]
-            pool.victims[layer, step.row] = NO_VICTIM
+            slots = pool.victims[layer, step.row][None]
         else:
-            new = slice(sequence.first_new_slot, None)
-            blocks, offsets = sequence.blocks[new, None], sequence.offsets[new, None]
-        pool.kv[layer, blocks, 0, heads, offsets] = keys
-        pool.kv[layer, blocks, 1, heads, offsets] = values
+            slots = torch.arange(sequence.first_new_slot, sequence.num_slots, device=self._device)[:, None]
+        blocks, offsets = sequence.table[slots // pool.block_size], slots % pool.block_size
+        if step.replace:
+            pool.victims[layer, step.row] = NO_VICTIM
+        pool.kv[layer, blocks, :, heads, offsets] = torch.stack((keys, values), dim=2)
         pool.positions[layer, blocks, heads, offsets] = sequence.positions[:, None]
         pool.scores[layer, blocks, heads, offsets] = 0.0
 
@@ -213,13 +212,12 @@ class ReferenceBackend:
         self, received: torch.Tensor, layer: int, pool: ReferencePool, sequence: PreparedSequence
     ) -> None:
         """Add the mass received [num_kv_heads, num_slots], then choose victims where the step asks for them."""
-        step, blocks, offsets = sequence.step, sequence.blocks, sequence.offsets
+        step = sequence.step
         assert step.rule is not None
-        scores = pool.scores[layer, blocks, :, offsets].transpose(0, 1)
-        scores = scores * step.rule.decay**step.num_tokens + received
-        pool.scores[layer, blocks, :, offsets] = scores.transpose(0, 1)
+        scores = _gather(pool.scores[layer], sequence) * step.rule.decay**step.num_tokens + received
+        _scatter(pool.scores[layer], sequence, scores)
         if step.choose_victims:
-            positions = pool.positions[layer, blocks, :, offsets].transpose(0, 1)
+            positions = _gather(pool.positions[layer], sequence)
             pool.victims[layer, step.row] = choose_victims(step.rule, scores, positions, newest=sequence.newest)
 
     def mlp_block(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
@@ -279,6 +277,18 @@ class ReferenceBackend:
     def _project(self, inputs: torch.Tensor, layer: int, name: str) -> torch.Tensor:
         prefix = f"layers.{layer}.{name}"
         return linear(inputs, self._weights[prefix], self._weights.get(f"{prefix}_bias"))
+
+
+def _gather(blocks: torch.Tensor, sequence: PreparedSequence) -> torch.Tensor:
+    """Return a sequence's slots [num_kv_heads, num_slots] of one layer's [num_blocks, num_kv_heads, block_size]."""
+    return blocks.index_select(0, sequence.table).transpose(0, 1).flatten(1)[:, : sequence.num_slots]
+
+
+def _scatter(blocks: torch.Tensor, sequence: PreparedSequence, slots: torch.Tensor) -> None:
+    """Write slots [num_kv_heads, num_slots] back; what lies behind them in the last block is set to zero."""
+    padding = len(sequence.table) * blocks.shape[-1] - sequence.num_slots
+    padded = torch.nn.functional.pad(slots, (0, padding))
+    blocks[sequence.table] = padded.view(blocks.shape[1], -1, blocks.shape[-1]).transpose(0, 1)
 
 
 def query_tiles(start: int, num_tokens: int) -> list[tuple[int, int]]:
