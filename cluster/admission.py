@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvorum.cluster.engine_client import EngineStatus
+from kvorum.cluster.engine_status import EngineStatus
 from kvorum.kvstore.errors import CapacityError, EngineLostError, NeverFitsError
 from kvorum.kvstore.policies import parse_policy, resolve_budget, smallest_footprint
 from kvorum.workers.request import EngineInfo, KVParams, RequestId

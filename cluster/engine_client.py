@@ -14,15 +14,15 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 
+from kvorum.cluster.engine_status import EngineStatus
 from kvorum.kvstore.errors import EngineLostError, KvorumError
 from kvorum.protos.engine.v1 import engine_pb2 as pb
 from kvorum.protos.engine.v1 import engine_pb2_grpc as pb_grpc
-from kvorum.workers.request import EngineInfo, EngineRequest, EngineStats, RequestId, RequestOutput
+from kvorum.workers.request import EngineRequest, EngineStats, RequestId, RequestOutput
 from kvorum.workers.wire import (
     Abort,
     Command,
@@ -40,15 +40,6 @@ logger = logging.getLogger(__name__)
 
 _Call = grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]
 _CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """What the engine last said of itself."""
-
-    info: EngineInfo
-    stats: EngineStats
-    healthy: bool = True
 
 
 class RequestStream:

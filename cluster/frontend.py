@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 from kvorum.cluster.admission import Admission, LocalAdmission
 from kvorum.cluster.config import ClusterConfig
-from kvorum.cluster.engine_client import EngineClient, EngineStatus
+from kvorum.cluster.engine_client import EngineClient
+from kvorum.cluster.engine_status import EngineStatus
 from kvorum.cluster.errors import status_of
 from kvorum.cluster.generation import Delta, Generator
 from kvorum.cluster.metrics import RouterMetrics

@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from kvorum.cluster.answers import (
@@ -175,7 +176,11 @@ def _add_error_handlers(app: FastAPI) -> None:
         logger.error("request failed", exc_info=error)
         return _json(http_error_body(UnforeseenError()), 500)
 
+    async def answer_nobody(_: Request, error: Exception) -> Response:
+        return Response(status_code=499)
+
     app.add_exception_handler(KvorumError, answer_kvorum_error)
+    app.add_exception_handler(ClientDisconnect, answer_nobody)
     app.add_exception_handler(HTTPException, answer_http_exception)
     app.add_exception_handler(Exception, answer_unforeseen)
 

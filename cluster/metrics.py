@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvorum.cluster.engine_client import EngineStatus
+from kvorum.cluster.engine_status import EngineStatus
 from kvorum.workers.request import FinishReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

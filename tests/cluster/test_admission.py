@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvorum.cluster.admission import Demand, LocalAdmission
-from kvorum.cluster.engine_client import EngineStatus
+from kvorum.cluster.engine_status import EngineStatus
 from kvorum.kvstore.errors import CapacityError, EngineLostError, NeverFitsError
 from kvorum.workers.request import EngineStats, KVParams, RequestId
 from kvtest.stack import DEFAULT_INFO

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -189,3 +192,15 @@ def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("kvorum.cluster.generate_command.run", interrupt)
     assert run("generate", "x") == cli.EXIT_INTERRUPTED
+
+
+def test_a_reader_that_goes_away_is_no_traceback(canned: tuple[CannedServer, str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    kvorum = Path(sys.executable).with_name("kvorum")
+    done = subprocess.run(
+        [kvorum, "generate", "x", "--target", canned[1]], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writing)
+    assert done.returncode == cli.EXIT_FAILURE
+    assert done.stderr == ""

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kvorum.cluster.admission import Demand
+from kvorum.cluster.admission import Demand, Lease
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.errors import AbortedError
 from kvorum.cluster.frontend import Frontend
@@ -177,3 +177,15 @@ def test_leases_of_running_requests_are_renewed() -> None:
 
 def _demand_like(name: str) -> Demand:
     return Demand(RequestId(name), (10,), KVParams())
+
+
+def test_an_engine_lost_between_lease_and_request_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(stack: Stack) -> None:
+        async def admit(demand: Demand) -> Lease:
+            return Lease(demand.request_id, "engine-9", 1e9)
+
+        monkeypatch.setattr(stack.frontend._admission, "admit", admit)
+        with pytest.raises(EngineLostError, match="engine-9"):
+            await read_all(stack.frontend, plan(stack.frontend))
+
+    run(scenario)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,16 +13,11 @@ import pytest
 
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.http import create_app
+from kvtest.servers import http_client
 from kvtest.stack import DEFAULT_INFO, Stack, running_stack
+from kvtest.waiting import eventually
 
 Scenario = Callable[[httpx.AsyncClient, Stack], Awaitable[None]]
-
-
-@contextlib.asynccontextmanager
-async def http_client(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(create_app(stack.frontend), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://kvorum", timeout=20) as client:
-        yield client
 
 
 def run(scenario: Scenario, config: ClusterConfig | None = None, **settings: object) -> None:
@@ -394,3 +388,77 @@ def test_an_unforeseen_error_is_a_500_that_tells_nothing(monkeypatch: pytest.Mon
         assert "secret" not in response.text
 
     run(scenario)
+
+
+def test_a_failure_nobody_foresaw_ends_a_stream_without_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(client: httpx.AsyncClient, _: Stack) -> None:
+        def explode(*_: object) -> None:
+            raise RuntimeError("secret detail")
+
+        monkeypatch.setattr("kvorum.cluster.answers.CompletionFormat.closing", explode)
+        *chunks, last = events_of(await completion(client, stream=True, max_tokens=2))
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "ab"
+        assert last["error"]["code"] == "internal_error"
+        assert "secret" not in last["error"]["message"]
+
+    run(scenario)
+
+
+def test_an_engine_lost_in_mid_stream_is_an_event_without_done() -> None:
+    async def scenario(client: httpx.AsyncClient, stack: Stack) -> None:
+        streaming = asyncio.create_task(completion(client, stream=True, max_tokens=400))
+        await eventually(lambda: stack.host.engine.stats().generation_tokens_total > 3)
+        await stack.host.server.stop()
+        *chunks, last = events_of(await streaming)
+        assert last["error"]["code"] == "engine_lost"
+        assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+        assert_error(await completion(client), 503, "engine_lost", None)
+
+    run(scenario, step_delay_s=0.01)
+
+
+def test_a_full_cluster_and_a_late_answer_have_their_status() -> None:
+    async def scenario(client: httpx.AsyncClient, stack: Stack) -> None:
+        running = [asyncio.create_task(completion(client, max_tokens=400)) for _ in range(4)]
+        await eventually(lambda: stack.host.engine.stats().num_running == 4)
+        running += [asyncio.create_task(completion(client, max_tokens=400)) for _ in range(4)]
+        await eventually(lambda: len(stack.frontend.running) == 8)
+        refused = await completion(client)
+        assert_error(refused, 503, "kv_capacity_exhausted", None)
+        assert refused.headers["Retry-After"] == "1"
+        for response in await asyncio.gather(*running):
+            assert_error(response, 504, "timeout", None)
+        text = (await client.get("/metrics")).text
+        assert 'kvorum_admission_rejections_total{reason="kv_capacity_exhausted"} 1.0' in text
+
+    run(scenario, ClusterConfig(request_timeout_s=0.5), step_delay_s=0.02)
+
+
+def test_evictions_are_counted_by_policy() -> None:
+    async def scenario(client: httpx.AsyncClient, _: Stack) -> None:
+        body = (await completion(client, max_tokens=40, kvorum={"policy": "h2o", "kv_budget": 16})).json()
+        await asyncio.sleep(0.1)
+        text = (await client.get("/metrics")).text
+        evicted = body["kvorum"]["kv_tokens_evicted"]
+        assert f'kvorum_evicted_tokens_total{{engine="engine-0",policy="h2o"}} {evicted}.0' in text
+
+    run(scenario)
+
+
+def test_a_client_that_hangs_up_while_it_sends_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with running_stack() as stack:
+            sent: list[Any] = []
+
+            async def receive() -> dict[str, object]:
+                return {"type": "http.disconnect"}
+
+            async def send(message: Mapping[str, Any]) -> None:
+                sent.append(message)
+
+            scope = {"type": "http", "method": "POST", "path": "/tokenize", "headers": [], "query_string": b""}
+            await create_app(stack.frontend)(scope, receive, send)
+            assert sent[0]["status"] == 499
+
+    asyncio.run(main())
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvtest.cluster import ClusterUnderTest
+from kvtest.tiny_model import write_model_without_weights
 
 pytestmark = pytest.mark.ray
 
@@ -96,6 +97,27 @@ def test_an_interrupted_start_leaves_nothing_behind() -> None:
         serve.process.send_signal(signal.SIGINT)
         assert serve.process.wait(timeout=60) == 130
         wait_until_gone(serve)
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    write_model_without_weights(tmp_path)
+    with command("serve", "--model", str(tmp_path), "--port", "0", "--grpc-port", "0") as serve:
+        assert "engine-0: " in serve.wait_for("kvorum: ")
+        assert serve.process.wait(timeout=30) == 1
+        wait_until_gone(serve)
+
+
+@pytest.mark.model
+def test_the_demo_shows_an_answer_and_two_receipts() -> None:
+    with command("demo") as demo:
+        demo.wait_for("is up at", timeout_s=240)
+        demo.wait_for("tokens/s", timeout_s=240)
+        held = demo.wait_for("kv_tokens_held", timeout_s=240)
+        full, quarter = [int(word) for word in held.replace("\u2502", " ").split() if word.isdigit()]
+        assert 0 < quarter < full / 2
+        demo.wait_for("stopped")
+        assert demo.process.wait(timeout=30) == 0
+        wait_until_gone(demo)
 
 
 def test_a_ray_cluster_with_serve_on_it_is_not_touched(cluster: ClusterUnderTest) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
@@ -17,12 +20,36 @@ END = "<end>"
 
 def byte_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
     """Build a tokenizer whose token i is the byte i, and whose token 256 is the special <end>."""
+    return Tokenizer(_backend(), chat_template=chat_template, special_tokens={})
+
+
+def write_model_without_weights(folder: Path) -> None:
+    """Write all of a checkpoint that can be read before its weights are."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 257,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "eos_token_id": 256,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    _backend().save(str(folder / "tokenizer.json"))
+
+
+def _backend() -> tokenizers.Tokenizer:
     alphabet = _byte_alphabet()
     backend = tokenizers.Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(END, special=True)])
-    return Tokenizer(backend, chat_template=chat_template, special_tokens={})
+    return backend
 
 
 def tiny_model(*, max_model_len: int = 512, name: str = "tiny") -> ServedModel:
