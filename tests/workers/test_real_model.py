@@ -21,7 +21,7 @@ from kvtest.embedded import (
 )
 from kvtest.engines import Answer, Recorder, request, rig
 from kvtest.prose import prose
-from kvtest.slow_decoder import SlowPolicy, slow_run
+from kvtest.slow_decoder import SlowDecoder, SlowPolicy, slow_decode
 
 pytestmark = pytest.mark.model
 
@@ -117,18 +117,39 @@ def evicted(long_prompt: list[int]) -> tuple[dict[str, Answer], Recorder]:
     return asyncio.run(go())
 
 
-@pytest.mark.parametrize(("index", "budget"), [(0, 64), (1, 128), (2, 256)])
-def test_h2o_keeps_what_the_slow_decoder_keeps(
-    evicted: tuple[dict[str, Answer], Recorder], long_prompt: list[int], index: int, budget: int
-) -> None:
-    answers, recorder = evicted
+@pytest.fixture(scope="module")
+def prefilled(long_prompt: list[int]) -> tuple[SlowDecoder, torch.Tensor]:
+    """The slow decoder after the prompt, which is the same for every budget, and the prompt's last logits."""
     checkpoint = embedded_checkpoint()
     weights = dict(iter_weights(checkpoint, Shard.whole(checkpoint.spec), dtype=torch.float64))
-    tokens, kept = slow_run(checkpoint.spec, weights, long_prompt, SlowPolicy("h2o", budget, 1500), steps=200)
+    decoder = SlowDecoder(checkpoint.spec, weights)
+    return decoder, decoder.run(long_prompt, None, evict=False)
+
+
+@pytest.mark.parametrize(("index", "budget"), [(0, 64), (1, 128), (2, 256)])
+def test_h2o_keeps_what_the_slow_decoder_keeps(
+    evicted: tuple[dict[str, Answer], Recorder], prefilled: tuple[SlowDecoder, torch.Tensor], index: int, budget: int
+) -> None:
+    answers, recorder = evicted
+    decoder, logits = prefilled[0].fork(), prefilled[1]
+    policy = SlowPolicy("h2o", budget, 1500)
+    decoder.cut(policy, prompt_done=True)
+    tokens, kept = slow_decode(decoder, logits, policy, steps=200)
     assert answers[str(budget)].token_ids == tokens
     assert recorder.kept[SeqId(index)][1:] == kept
-    held = [len(row.step.block_table) for plan in recorder.plans for row in plan.rows if row.seq_id == index]
-    assert max(held[held.index(94) + 1 :]) == -(-(budget + 1) // 16)
+
+
+@pytest.mark.parametrize(("index", "budget"), [(0, 64), (1, 128), (2, 256)])
+def test_h2o_holds_no_more_blocks_than_its_budget_needs_and_its_receipt_agrees(
+    evicted: tuple[dict[str, Answer], Recorder], index: int, budget: int
+) -> None:
+    answers, recorder = evicted
+    rows = [row.step for plan in recorder.plans for row in plan.rows if row.seq_id == index]
+    assert max(len(step.block_table) for step in rows if step.start >= 1500) == -(-(budget + 1) // 16)
+    receipt = answers[str(budget)].receipt
+    assert receipt is not None
+    assert {len(head) for layer in recorder.kept[SeqId(index)][-1] for head in layer} == {receipt.kv_tokens_held}
+    assert (receipt.kv_tokens_held, receipt.kv_tokens_evicted) == (budget, 1700 - budget)
 
 
 def test_sinks_survive_on_the_real_model(evicted: tuple[dict[str, Answer], Recorder]) -> None:

@@ -7,6 +7,7 @@ definitions (docs/kv-store.md), not from the numbers of kvorum.kvstore.policies.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -135,6 +136,12 @@ class SlowDecoder:
                     worths = [max(worths[max(0, i - 2) : i + 3]) for i in range(len(worths))]
                 head.keep(sorted(policy.from_first_to_go(head, newest, worths)[-policy.budget :]))
 
+    def fork(self) -> SlowDecoder:
+        """Return a copy that goes its own way."""
+        other = copy.copy(self)
+        other.heads = [[Head(list(h.positions), h.keys, h.values, h.scores) for h in layer] for layer in self.heads]
+        return other
+
     def kept(self) -> list[list[list[int]]]:
         """Positions kept in each layer and head, ascending."""
         return [[sorted(head.positions) for head in layer] for layer in self.heads]
@@ -169,7 +176,15 @@ def slow_run(
         logits = decoder.run(prompt[start : start + chunk], policy, evict=False)
         if policy is not None:
             decoder.cut(policy, prompt_done=start + chunk >= len(prompt))
-    tokens, kept = [int(logits[-1].argmax())], []
+    return slow_decode(decoder, logits, policy, steps=steps)
+
+
+def slow_decode(
+    decoder: SlowDecoder, logits: torch.Tensor, policy: SlowPolicy | None, *, steps: int
+) -> tuple[list[int], list[list[list[list[int]]]]]:
+    """Go on greedily from the prompt's last logits; returns what slow_run does."""
+    tokens = [int(logits[-1].argmax())]
+    kept = []
     for _ in range(steps):
         logits = decoder.run([tokens[-1]], policy, evict=True)
         tokens.append(int(logits[-1].argmax()))
