@@ -21,7 +21,7 @@ REQUEST_TIMEOUT_S = 4.0
 POOL_BYTES = 256 * 16 * 46_080
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster() -> Iterator[ClusterUnderTest]:
     config = ClusterConfig(
         executor="fake",
