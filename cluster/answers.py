@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from kvorum.cluster.openai import (
     TopLogprob,
     Usage,
 )
+from kvorum.cluster.planning import GenerationRequest
 from kvorum.workers.request import TokenLogprobs
 
 Json = dict[str, object]
@@ -172,16 +173,19 @@ async def gather_answers(deltas: AsyncIterator[Delta], num_choices: int) -> list
     return [_join(choice) for choice in gathered]
 
 
-def usage_of(endings: Iterable[Ending], prompt_tokens: int) -> Usage:
-    """Add up the tokens of a request; prompts are counted once however many choices they have."""
-    endings = list(endings)
-    completion_tokens = sum(ending.completion_tokens for ending in endings)
-    cached_tokens = max((ending.receipt.prompt_tokens_cached for ending in endings), default=0)
+def usage_of(endings: Mapping[int, Ending], request: GenerationRequest) -> Usage:
+    """Add up the tokens of a request from its choices' endings; a prompt counts once however many choices it has."""
+    choices = len(request.sequences) // request.num_prompts
+    cached = [0] * request.num_prompts
+    for index, ending in endings.items():
+        prompt = index // choices
+        cached[prompt] = max(cached[prompt], ending.receipt.prompt_tokens_cached)
+    completion_tokens = sum(ending.completion_tokens for ending in endings.values())
     return Usage(
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=request.prompt_tokens,
         completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=min(cached_tokens, prompt_tokens)),
+        total_tokens=request.prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(cached)),
     )
 
 

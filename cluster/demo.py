@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_answer(client: Client, console: Console) -> None:
-    console.print(f"[bold]> {_QUESTION}[/bold]")
+    console.print(f"[bold]> {_QUESTION}[/bold]", soft_wrap=True)
     num_tokens, first_s, last_s = 0, 0.0, 0.0
     started_s = time.monotonic()
     for piece in client.chat(_QUESTION, Options(max_tokens=_MAX_TOKENS, temperature=0.0)):

@@ -108,11 +108,14 @@ class EngineClient:
 
     async def run(self) -> None:
         """Connect and reconnect until cancelled."""
+        last_reason = ""
         while True:
             try:
                 await self._serve_connection(await self._resolve_address())
             except (TimeoutError, grpc.RpcError, OSError, EngineLostError) as error:
-                logger.info("no engine: %r", error)
+                if (reason := str(error) or repr(error)) != last_reason:
+                    logger.info("no engine: %s", reason)
+                    last_reason = reason
             finally:
                 self._lose_streams()
             await asyncio.sleep(self._retry_interval_s)

@@ -226,15 +226,19 @@ class _AnswerWriter:
         async with self._frontend.generate(self._plan) as deltas:
             answers = await gather_answers(deltas, len(self._plan.sequences))
         choices = [self._format.choice(index, answer) for index, answer in enumerate(answers)]
-        endings = [answer.ending for answer in answers]
-        usage = usage_of(endings, self._plan.prompt_tokens).model_dump()
-        return self._envelope | {"choices": choices, "usage": usage, "kvorum": receipt_of(endings).model_dump()}
+        endings = {index: answer.ending for index, answer in enumerate(answers)}
+        usage = usage_of(endings, self._plan).model_dump()
+        return self._envelope | {
+            "choices": choices,
+            "usage": usage,
+            "kvorum": receipt_of(endings.values()).model_dump(),
+        }
 
     async def _events(self, *, include_usage: bool) -> AsyncGenerator[str]:
         self._envelope["object"] = self._format.chunk_object_name
         if include_usage:
             self._envelope["usage"] = None
-        endings: list[Ending] = []
+        endings: dict[int, Ending] = {}
         opened: set[int] = set()
         async with self._frontend.generate(self._plan) as deltas:
             async for delta in deltas:
@@ -245,12 +249,12 @@ class _AnswerWriter:
                 if news := self._format.chunk(delta):
                     yield self._chunk(news)
                 if delta.ending:
-                    endings.append(delta.ending)
+                    endings[delta.index] = delta.ending
                     closing = self._format.closing(delta.index, delta.ending)
                     yield self._chunk(closing, kvorum=receipt_of([delta.ending]).model_dump())
         if include_usage:
-            usage = usage_of(endings, self._plan.prompt_tokens).model_dump()
-            yield self._chunk(usage=usage, kvorum=receipt_of(endings).model_dump())
+            usage = usage_of(endings, self._plan).model_dump()
+            yield self._chunk(usage=usage, kvorum=receipt_of(endings.values()).model_dump())
         yield "data: [DONE]\n\n"
 
     def _chunk(self, *choices: Json, **extras: object) -> str:

@@ -143,6 +143,18 @@ def test_n_choices_and_several_prompts_come_in_order() -> None:
     run(scenario)
 
 
+def test_prompt_tokens_found_in_the_prefix_cache_are_reported() -> None:
+    async def scenario(client: httpx.AsyncClient, _: Stack) -> None:
+        prompts = ["a" * 40, "b" * 40]
+        cached = []
+        for _again in range(2):
+            body = (await completion(client, prompt=prompts, n=2)).json()
+            cached.append(body["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert cached[1] == 32 + 32
+
+    run(scenario)
+
+
 def test_a_stream_of_n_choices_gives_each_a_role_and_a_reason() -> None:
     async def scenario(client: httpx.AsyncClient, _: Stack) -> None:
         *events, done = events_of(await chat(client, stream=True, n=3, max_tokens=4))
