@@ -163,6 +163,15 @@ class ClusterConfig(ModelSection, CacheSection, SchedulerSection, FrontDoorSecti
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_step(self) -> Self:
+        if self.max_num_batched_tokens < self.block_size:
+            raise ValueError(
+                f"max_num_batched_tokens: {self.max_num_batched_tokens} is less than block_size {self.block_size}, "
+                "and prompts are computed by whole blocks"
+            )
+        return self
+
 
 def budget_from_number(number: int | float | None) -> int | float | None:
     """Read a budget as people write it: at most 1 is a fraction, whole numbers above are tokens.

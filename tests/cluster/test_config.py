@@ -111,6 +111,7 @@ def test_an_empty_file_is_no_mistake(tmp_path: Path) -> None:
         ({"default_kv_budget": 0.5}, "--default-kv-budget: kv_budget needs a policy that evicts"),
         ({"default_kv_budget": 2.5, "default_policy": "h2o"}, "--default-kv-budget: kv_budget is a fraction up to 1"),
         ({"default_kv_budget": float("nan"), "default_policy": "h2o"}, "--default-kv-budget: kv_budget is a fraction"),
+        ({"max_num_batched_tokens": 8}, "--max-num-batched-tokens: 8 is less than block_size 16"),
         ({"port": 9000}, "--grpc-port: 9000 collides with port 9000"),
         ({"port": 8999, "grpc_port": 9000, "num_routers": 2}, "--grpc-port: 9000 collides with port 8999"),
     ],
