@@ -46,7 +46,6 @@ from kvorum.cluster.openai import (
     unknown_fields,
 )
 from kvorum.cluster.planning import GenerationRequest, Prompting, check_model
-from kvorum.cluster.request_id import RequestIdMiddleware
 from kvorum.cluster.sampling_fields import RequestFields, invalid_request
 from kvorum.kvstore.errors import InvalidRequestError, KvorumError
 from kvorum.workers.request import RequestId
@@ -62,7 +61,6 @@ _Fields = TypeVar("_Fields", bound=RequestFields)
 def create_app(frontend: Frontend) -> FastAPI:
     """Build the HTTP application in front of a frontend."""
     app = FastAPI(title="kvorum", openapi_url=None)
-    app.add_middleware(RequestIdMiddleware)
     _add_error_handlers(app)
     _add_inference_routes(app, frontend)
     _add_model_routes(app, frontend)

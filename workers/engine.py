@@ -143,9 +143,10 @@ class Engine:
         if self._failure is not None:
             raise EngineLostError("the engine has failed and is being replaced")
         self.scheduler.check(request)
-        if self.scheduler.num_waiting >= self.info.max_num_waiting:
+        limit = self.info.max_num_seqs + self.info.max_num_waiting
+        if self.scheduler.num_running + self.scheduler.num_waiting >= limit:
             raise CapacityError(
-                f"the engine's queue is full ({self.info.max_num_waiting} requests)", retry_after_s=RETRY_AFTER_S
+                f"the engine is full: {limit} sequences run or wait already", retry_after_s=RETRY_AFTER_S
             )
         self.scheduler.add(request, now_s=self._clock())
         self._sessions[request.request_id] = session

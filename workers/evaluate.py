@@ -15,7 +15,7 @@ import torch
 
 from kvorum.workers.config import EngineConfig
 from kvorum.workers.engine import Engine, build_engine
-from kvorum.workers.executor import LocalExecutor
+from kvorum.workers.local import LocalExecutor
 from kvorum.workers.plan import RowPlan, Sample, SampleRequest
 from kvorum.workers.request import EngineRequest, FinishReason, KVParams, Receipt, RequestId, SamplingParams
 from kvorum.workers.worker import load_worker

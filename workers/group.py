@@ -116,7 +116,8 @@ class RayExecutor:
     async def check_health(self) -> None:
         """Raise EngineLostError when the rank is dead or does not answer."""
         try:
-            await asyncio.wait_for(_alive(self._rank.ping.remote()), HEALTH_TIMEOUT_S)
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                await _alive(self._rank.ping.remote())
         except TimeoutError:
             raise EngineLostError(f"a rank has not answered for {HEALTH_TIMEOUT_S:g} s") from None
 
@@ -159,7 +160,8 @@ async def _place(num_gpus: int) -> PlacementGroup:
         [{"CPU": 1.0, **({"GPU": float(num_gpus)} if num_gpus else {})}], strategy="PACK"
     )
     try:
-        await asyncio.wait_for(group.ready(), PLACEMENT_TIMEOUT_S)
+        async with asyncio.timeout(PLACEMENT_TIMEOUT_S):
+            await group.ready()
     except TimeoutError:
         remove_placement_group(group)
         wanted = f"1 CPU{' and 1 GPU' if num_gpus else ''}"

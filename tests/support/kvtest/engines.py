@@ -13,7 +13,7 @@ from kvorum.kernels.reference.pool import ReferencePool
 from kvorum.kvstore.ops import Residence
 from kvorum.kvstore.types import BlockId, SeqId
 from kvorum.workers.engine import Engine
-from kvorum.workers.executor import LocalExecutor
+from kvorum.workers.local import LocalExecutor
 from kvorum.workers.plan import RowPlan, Sample, SampleRequest, StepPlan, StepResult
 from kvorum.workers.request import EngineInfo, EngineRequest, FinishReason, KVParams, Receipt, RequestId, SamplingParams
 from kvorum.workers.sampler import sample
