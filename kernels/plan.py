@@ -44,6 +44,11 @@ class SequenceStep:
     replace: bool = False
     choose_victims: bool = False
 
+    @property
+    def num_slots_after(self) -> int:
+        """Slots in use after the step."""
+        return self.num_slots + (0 if self.replace else self.num_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class ShrinkRequest:

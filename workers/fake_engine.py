@@ -89,7 +89,7 @@ class FakeExecutor:
         self._put(step.block_table, new, first=first)
 
     def _held(self, step: SequenceStep) -> list[Slot]:
-        return self._get(step.block_table, step.num_slots + (0 if step.replace else step.num_tokens))
+        return self._get(step.block_table, step.num_slots_after)
 
     def _sample(self, row: RowPlan) -> Sample:
         assert row.sample is not None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvorum.kernels.plan import EvictionRule, SequenceStep
 from kvorum.kvstore.ops import MemoryOp, Residence
 from kvorum.kvstore.policies import Policy
-from kvorum.kvstore.types import SeqId
+from kvorum.kvstore.types import BlockId, SeqId
 from kvorum.workers.request import SamplingParams, TokenLogprobs
 
 
@@ -37,6 +37,12 @@ class RowPlan:
     step: SequenceStep
     sample: SampleRequest | None
     report_retained: bool = False
+
+    @property
+    def residence(self) -> Residence:
+        """Where the sequence's slots are after the step."""
+        block_ids = tuple(map(BlockId, self.step.block_table))
+        return Residence(self.seq_id, self.step.row, block_ids, self.step.num_slots_after)
 
 
 @dataclass(frozen=True, slots=True)

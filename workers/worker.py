@@ -14,7 +14,7 @@ from kvorum.kernels.spec import Shard
 from kvorum.kvstore.device import DeviceStore
 from kvorum.kvstore.ops import Residence
 from kvorum.kvstore.retention import mass_given, retained_mass, smallest_budget
-from kvorum.kvstore.types import BlockId, SeqId, blocks_for
+from kvorum.kvstore.types import SeqId, blocks_for
 from kvorum.workers.checkpoint.resolve import resolve
 from kvorum.workers.checkpoint.weights import iter_weights
 from kvorum.workers.config import CPU_POOL_BYTES, EngineConfig, RankShape
@@ -86,9 +86,7 @@ class Worker(Generic[PoolT, StepT]):
         for row in plan.rows:
             step = row.step
             if row.report_retained and step.rule is not None:
-                num_slots = step.num_slots + (0 if step.replace else step.num_tokens)
-                residence = Residence(row.seq_id, step.row, tuple(map(BlockId, step.block_table)), num_slots)
-                queries[row.seq_id] = MassQuery(residence, step.rule, step.start + step.num_tokens)
+                queries[row.seq_id] = MassQuery(row.residence, step.rule, step.start + step.num_tokens)
         return dict(zip(queries, self.retained_masses(list(queries.values())), strict=True))
 
     def retained_masses(self, queries: Sequence[MassQuery]) -> list[float]:

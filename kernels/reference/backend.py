@@ -44,11 +44,6 @@ class PreparedSequence:
         """Position of the last token."""
         return self.step.start + self.step.num_tokens - 1
 
-    @property
-    def first_new_slot(self) -> int:
-        """Slot of the first new token, unless victims are replaced."""
-        return self.step.num_slots
-
 
 @dataclass(frozen=True, slots=True)
 class ReferenceStep:
@@ -97,7 +92,7 @@ class ReferenceBackend:
         """Work out addresses, query weights and rotary tables."""
         prepared, first_row = [], 0
         for step in sequences:
-            num_slots = step.num_slots + (0 if step.replace else step.num_tokens)
+            num_slots = step.num_slots_after
             table = step.block_table[: -(-num_slots // pool.block_size)]
             assert num_slots <= len(table) * pool.block_size, "block table is too short"
             positions = torch.arange(step.start, step.start + step.num_tokens, device=self._device)
@@ -174,7 +169,7 @@ class ReferenceBackend:
         outputs, lses = [], []
         for first, last in query_tiles(step.start, step.num_tokens):
             # Slots of later tokens are cut off, so that a tile computes the same whatever follows it in the chunk.
-            num_slots = step.num_slots if step.replace else sequence.first_new_slot + last
+            num_slots = step.num_slots + (0 if step.replace else last)
             seen = visible(positions[:, :num_slots], sequence.positions[first:last], window)
             output, lse, probabilities = attend(
                 grouped[:, :, first:last], all_keys[:, :num_slots], all_values[:, :num_slots], seen
@@ -200,7 +195,7 @@ class ReferenceBackend:
             assert step.num_tokens == 1, "victims make room for one token"
             slots = pool.victims[layer, step.row][None]
         else:
-            slots = torch.arange(sequence.first_new_slot, sequence.num_slots, device=self._device)[:, None]
+            slots = torch.arange(step.num_slots, sequence.num_slots, device=self._device)[:, None]
         blocks, offsets = sequence.table[slots // pool.block_size], slots % pool.block_size
         if step.replace:
             pool.victims[layer, step.row] = NO_VICTIM

@@ -690,6 +690,19 @@ class TestOrder:
         ]
         assert self.started_in_order(*items) == ["d", "b", "c", "a", "e"]
 
+    def test_a_request_that_comes_later_with_a_lower_number_overtakes(self) -> None:
+        async def test() -> dict[str, Answer]:
+            async with running(replace(INFO, max_num_seqs=1)) as rig:
+                rig.session.submit(ask("runs", [1, 2], max_tokens=9))
+                await rig.steps_taken(3)  # two seconds are over
+                rig.session.submit(replace(ask("waits", [1, 2], max_tokens=4), priority=1))
+                await rig.steps_taken(5)
+                rig.session.submit(ask("overtakes", [1, 2], max_tokens=4))
+                return await ended(rig.session, "runs", "waits", "overtakes", engine=rig.engine)
+
+        queued = {name: answer.receipt and answer.receipt.queued_ms for name, answer in in_loop(test).items()}
+        assert queued == {"runs": 0.0, "overtakes": 9000.0 - 4000.0, "waits": 13000.0 - 2000.0}
+
     def test_no_step_has_more_sequences_than_allowed(self) -> None:
         async def test() -> list[int]:
             async with running(replace(INFO, max_num_seqs=3)) as rig:

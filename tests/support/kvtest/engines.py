@@ -10,8 +10,7 @@ import torch
 
 from kvorum.kernels.reference.backend import ReferenceBackend, ReferenceStep
 from kvorum.kernels.reference.pool import ReferencePool
-from kvorum.kvstore.ops import Residence
-from kvorum.kvstore.types import BlockId, SeqId
+from kvorum.kvstore.types import SeqId
 from kvorum.workers.engine import Engine
 from kvorum.workers.local import LocalExecutor
 from kvorum.workers.plan import RowPlan, Sample, SampleRequest, StepPlan, StepResult
@@ -59,9 +58,7 @@ class Recorder(LocalExecutor[ReferencePool, ReferenceStep]):
         return result
 
     def _kept(self, row: RowPlan) -> Kept:
-        step = row.step
-        num_slots = step.num_slots + (0 if step.replace else step.num_tokens)
-        view = self.worker.view(Residence(row.seq_id, step.row, tuple(map(BlockId, step.block_table)), num_slots))
+        view = self.worker.view(row.residence)
         layers, heads, _ = view.positions.shape
         return [
             [sorted(view.positions[layer, head][view.alive[layer, head]].tolist()) for head in range(heads)]
