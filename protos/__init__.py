@@ -1,1 +1,1 @@
-"""Protocol buffers: the wire formats and the code that protoc makes of them. Types from here stay inside wire modules."""
+"""Protocol buffers: the wire formats and the code that protoc makes of them; types from here stay in wire modules."""
