@@ -10,7 +10,7 @@ import torch
 
 from kvorum.kernels.backend import SlotView
 from kvorum.kernels.plan import EvictionRule
-from kvorum.kernels.reference.attention import lifetime, rank_order, values_of
+from kvorum.kernels.reference.attention import lifetime, pool_values, rank_order, values_of
 from kvorum.kvstore.policies import Policy
 
 
@@ -49,7 +49,7 @@ def smallest_budget(
 
     def keeps_enough(keep: int) -> bool:
         rule = policy.rule(keep, prompt_tokens=prompt_tokens)
-        values = values_of(rule, view.scores, view.positions, newest)
+        values = pool_values(values_of(rule, view.scores, view.positions, newest), view.positions, policy.pool_width)
         kept = rank_order(rule, values, view.positions, view.alive, newest=newest)[..., -keep:]
         return float((view.scores.double().gather(-1, kept).sum(dim=-1) / mass).mean()) >= floor
 

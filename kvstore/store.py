@@ -2,7 +2,7 @@
 
 Pure: it moves ids and counts, and leaves a list of memory operations (ops.py) for whoever holds the tensors. 'Does not
 fit now' is an answer (False or None), never an exception, and leaves everything as it was except that unreferenced
-prefix blocks may have been given back.
+prefix blocks may have been given back, or looked at and so be given back later.
 
 A sequence's way: `open` (prefix hit) - `extend` and `wrote` for each chunk - `finish_chunk` (publish) - `shrink` to the
 budget - `extend_decode` and `wrote` for each token - `close`; in between `preempt` and `resume`.

@@ -101,6 +101,7 @@ class Engine:
 
     async def stop(self) -> None:
         """End the loop, then the ranks. Running requests end with ABORT."""
+        self._failure = self._failure or EngineLostError("the engine was stopped")
         if self._loop is not None:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
@@ -178,6 +179,7 @@ class Engine:
         for request_id, reason in self._ends:
             self.scheduler.end(request_id, reason)
         self._ends = []
+        self._send(await self._release_ended())
         plan = self.scheduler.schedule(now_s=self._clock())
         outputs: list[RequestOutput] = []
         if plan is not None:

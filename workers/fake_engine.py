@@ -33,6 +33,7 @@ class FakeExecutor:
         self._step_delay_s = step_delay_s
         self._slots: dict[tuple[int, int], Slot] = {}
         self._swapped: dict[SeqId, list[Slot]] = {}
+        self._pending_rows: set[int] = set()
 
     async def execute(self, plan: StepPlan) -> StepResult:
         """Carry out a step."""
@@ -57,13 +58,19 @@ class FakeExecutor:
                     self._put([target], self._get([source], self._block_size))
             case ShrinkRequest():
                 self._put(op.targets, sorted(self._get(op.sources, op.num_slots))[-op.keep :])
-            case ops.SwapOut(seq_id, _row, block_ids, num_slots):
-                self._swapped[seq_id] = self._get(block_ids, num_slots)
+                self._pending_rows.discard(op.row)
+            case ops.SwapOut(seq_id, row, block_ids, num_slots):
+                slots = self._get(block_ids, num_slots)
+                if row in self._pending_rows:
+                    slots.remove(min(slots))
+                self._swapped[seq_id] = slots
             case ops.SwapIn(seq_id, block_ids):
                 self._put(block_ids, self._swapped.pop(seq_id))
             case ops.DropSwap(seq_id):
                 del self._swapped[seq_id]
-            case ops.ClearVictims() | ops.SaveScores() | ops.LoadScores() | ops.DropScores():
+            case ops.ClearVictims(row):
+                self._pending_rows.discard(row)
+            case ops.SaveScores() | ops.LoadScores() | ops.DropScores():
                 pass
 
     def read_block(self, block_id: int) -> list[Slot]:
@@ -87,6 +94,8 @@ class FakeExecutor:
             held = self._get(step.block_table, step.num_slots)
             first = held.index(min(held))
         self._put(step.block_table, new, first=first)
+        if step.choose_victims:
+            self._pending_rows.add(step.row)
 
     def _held(self, step: SequenceStep) -> list[Slot]:
         return self._get(step.block_table, step.num_slots_after)
@@ -105,7 +114,10 @@ class FakeExecutor:
 
     async def retained_masses(self, queries: Sequence[MassQuery]) -> list[float]:
         """Every token has the same mass here."""
-        return [query.residence.num_slots / query.num_tokens for query in queries]
+        return [self._alive(query.residence) / query.num_tokens for query in queries]
+
+    def _alive(self, residence: ops.Residence) -> int:
+        return residence.num_slots - int(residence.row in self._pending_rows and residence.seq_id not in self._swapped)
 
     async def smallest_budgets(self, queries: Sequence[BudgetQuery]) -> list[int]:
         """Every token has the same mass here."""

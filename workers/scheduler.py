@@ -154,6 +154,7 @@ class Scheduler:
 
     def release(self, masses: dict[SeqId, float], *, now_s: float) -> list[RequestOutput]:
         """Let ended sequences go, with their receipts."""
+        self._charge(now_s)
         outputs = []
         for sequence in self._ended:
             receipt = sequence.receipt(now_s=now_s, retained_mass=masses.get(sequence.seq_id, 1.0))
@@ -188,14 +189,17 @@ class Scheduler:
 
     def _tick(self, now_s: float) -> None:
         """Charge held blocks for the time since the last step, and end what is past its deadline."""
-        elapsed_s = 0.0 if self._last_tick_s is None else now_s - self._last_tick_s
-        self._last_tick_s = now_s
-        for sequence in self._running:
-            assert sequence.kv is not None
-            sequence.page_seconds += elapsed_s * len(sequence.kv.block_ids)
+        self._charge(now_s)
         for sequence in [*self._running, *self._waiting]:
             if now_s >= sequence.deadline_s:
                 self._end(sequence, FinishReason.TIMEOUT)
+
+    def _charge(self, now_s: float) -> None:
+        elapsed_s = 0.0 if self._last_tick_s is None else now_s - self._last_tick_s
+        self._last_tick_s = now_s
+        for sequence in [*self._running, *self._ended]:
+            if sequence.kv is not None:
+                sequence.page_seconds += elapsed_s * len(sequence.kv.block_ids)
 
     def _schedule_decode(self, sequence: Sequence, step: _StepBuilder) -> None:
         kv = _resident(sequence)

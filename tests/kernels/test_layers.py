@@ -146,3 +146,15 @@ def test_activations_are_their_formulas(kind: Activation) -> None:
 )
 def test_wide_is_float32_unless_the_model_is_wider(dtype: torch.dtype, wide: torch.dtype) -> None:
     assert wide_dtype(dtype) is wide
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [5, 48, 64])
+def test_a_row_of_activations_does_not_depend_on_how_many_stand_beside_it(
+    kind: Activation, dtype: torch.dtype, width: int
+) -> None:
+    inputs = draw(MAX_ROWS, width, dtype=dtype)
+    whole = activate(inputs, kind)
+    for num_rows in range(1, MAX_ROWS + 1):
+        assert torch.equal(activate(inputs[:num_rows], kind), whole[:num_rows]), num_rows

@@ -28,7 +28,7 @@ ROW = 1
 
 
 def make_backend(dtype: torch.dtype = torch.float64) -> ReferenceBackend:
-    spec = replace(tiny_spec(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM), intermediate_size=64)
+    spec = tiny_spec(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     return reference_backend(spec, random_weights(spec), dtype=dtype)
 
 
@@ -499,7 +499,7 @@ class TestSteps:
         for item, tokens in items:
             alone = ready(Run(make_backend(dtype)))
             assert torch.equal(alone.step((item, tokens)), batch[row : row + len(tokens)])
-            num_slots = item.num_slots + (0 if item.replace else item.num_tokens)
+            num_slots = item.num_slots_after
             found, expected = (
                 run.backend.export_slots(run.pool, item.block_table, num_slots) for run in (together, alone)
             )

@@ -159,7 +159,7 @@ def cut(run: Run, policy: Policy, keep: int) -> SlotView:
 
 class TestSmallestBudget:
     @pytest.mark.parametrize("floor", [0.3, 0.5, 0.8, 0.9, 0.99])
-    @pytest.mark.parametrize("name", ["h2o", "h2o_avg", "h2o:decay=0.95", "h2o_avg:recent=0.6,sinks=8"])
+    @pytest.mark.parametrize("name", ["h2o", "h2o_avg", "snap_h2o", "h2o:decay=0.95", "h2o_avg:recent=0.6,sinks=8"])
     def test_it_is_the_first_whose_cut_keeps_the_floor(self, name: str, floor: float) -> None:
         policy = parse_policy(name)
         run = Run(rule_of(policy))

@@ -795,3 +795,62 @@ class TestAccounts:
             return [later - sooner for sooner, later in pairwise(charged)]
 
         assert in_loop(test) == [float(blocks)] * 3
+
+
+class TestAccountsAndEnds:
+    def test_held_blocks_are_charged_by_the_second_until_the_end(self) -> None:
+        """Four steps of a second: one block for the prompt's 4 tokens, 2 for the three that follow."""
+
+        async def test() -> dict[str, Answer]:
+            async with running() as rig:
+                return await rig.run(ask("a", [1, 2, 3, 4], max_tokens=4), ask("b", [5], max_tokens=1))
+
+        charged = {name: answer.receipt and answer.receipt.kv_page_seconds for name, answer in in_loop(test).items()}
+        assert charged == {"a": 1.0 + 2.0 + 2.0 + 2.0, "b": 1.0}
+
+    def test_an_abort_frees_the_blocks_before_the_next_step(self) -> None:
+        async def test() -> int:
+            async with running() as rig:
+                rig.session.submit(ask("gone", [1, 2, 3], max_tokens=100))
+                rig.session.submit(ask("stays", [7, 8], max_tokens=40))
+                await rig.steps_taken(5)
+                begun = len(rig.steps.plans)
+                rig.session.abort(RequestId("gone"))
+                await rig.steps_taken(begun + 1)
+                return rig.engine.stats().blocks_held
+
+        assert in_loop(test) == 2
+
+    def test_a_swapped_sequence_goes_on_as_if_nothing_had_happened(self) -> None:
+        prompt = [100 + i for i in range(20)]
+        moved = replace(request("moved", prompt, max_tokens=60, kv=KVParams("sliding", 16)), priority=1)
+        rival = ask("rival", [7, 8, 9], max_tokens=40)
+
+        async def test(num_blocks: int, *items: EngineRequest) -> dict[str, Answer]:
+            async with running(replace(INFO, num_blocks=num_blocks)) as rig:
+                return await rig.run(*items)
+
+        alone = asyncio.run(test(40, moved))["moved"]
+        beside = asyncio.run(test(11, moved, rival))["moved"]
+        assert beside.receipt is not None
+        assert beside.receipt.preemptions > 0
+        assert beside.token_ids == alone.token_ids
+
+    def test_a_stopped_engine_takes_no_request(self) -> None:
+        async def test() -> None:
+            async with running() as rig:
+                await rig.engine.stop()
+                with pytest.raises(EngineLostError):
+                    rig.session.submit(ask("late", [1, 2]))
+
+        in_loop(test)
+
+    def test_the_fakes_receipt_counts_what_is_held(self) -> None:
+        async def test() -> Answer:
+            async with running() as rig:
+                item = request("a", [100 + i for i in range(20)], max_tokens=20, kv=KVParams("sliding", 16))
+                return (await rig.run(item))["a"]
+
+        receipt = in_loop(test).receipt
+        assert receipt is not None
+        assert receipt.retained_mass == 16 / 39
