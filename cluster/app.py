@@ -7,7 +7,6 @@ bring torch along.
 from __future__ import annotations
 
 import asyncio
-import os
 
 from ray import serve
 
@@ -80,7 +79,6 @@ async def _build_ray_engine(config: ClusterConfig, engine_id: str, report_bytes:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_waiting=config.max_num_waiting,
         enable_prefix_caching=config.enable_prefix_caching,
-        num_threads=max(1, (os.cpu_count() or 1) // config.num_engines),
     )
     return await build_ray_engine(engine_config, engine_id=engine_id, on_progress=report_bytes)
 

@@ -21,7 +21,7 @@ _LONG_QUESTION = (
     "small place that serves onion soup. In the afternoon we saw the Mona Lisa in the Louvre, behind a great crowd, "
     "and in the evening the lights of the Eiffel Tower from the Trocadero. Write a short letter to a friend about it."
 )
-_MAX_TOKENS = 120
+_MAX_TOKENS = 64
 _RECEIPT_ROWS = ("kv_budget", "kv_tokens_held", "kv_tokens_evicted", "retained_mass", "kv_page_seconds")
 
 

@@ -15,7 +15,7 @@ class EngineConfig:
     model: folder, .gguf file, hub id or `smollm2-135m`. dtype: of weights, computation and KV; auto is float32 on CPUs
     and bfloat16 on GPUs. device: a torch device, auto is cuda when there is one. max_model_len: None is the model's
     own. kv_cache_memory_bytes: the pool's size; None is gpu_memory_utilization of what the GPU has left once the
-    weights are there, and CPU_POOL_BYTES on CPUs. num_threads: of computation on CPUs; None is one for each core.
+    weights are there, and CPU_POOL_BYTES on CPUs.
     """
 
     model: str
@@ -30,7 +30,6 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_num_waiting: int = 256
     enable_prefix_caching: bool = True
-    num_threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Generic
 
@@ -134,8 +133,6 @@ def load_worker(
 
     on_progress: called with bytes loaded and bytes in all. sampler: draws each row's next token.
     """
-    # Ray sets OMP_NUM_THREADS to the CPUs that an actor asked for, so torch's own choice would be one.
-    torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
     device = choose_device(config.device)
     checkpoint = resolve(config.model)
     spec = checkpoint.spec
