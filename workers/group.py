@@ -11,13 +11,13 @@ from typing import TypeVar
 
 import ray
 from ray.actor import ActorClass
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvorum.kernels.reference.backend import ReferenceStep
 from kvorum.kernels.reference.pool import ReferencePool
-from kvorum.kvstore.errors import EngineLostError
+from kvorum.kvstore.errors import EngineLostError, KvorumError
 from kvorum.workers.config import COMPUTE_ENVIRONMENT, EngineConfig, RankShape
 from kvorum.workers.engine import Engine, build_engine
 from kvorum.workers.plan import BudgetQuery, MassQuery, StepPlan, StepResult
@@ -128,11 +128,15 @@ class RayExecutor:
 
 
 async def _alive(call: Awaitable[ResultT]) -> ResultT:
-    """Wait for a rank's answer; its death is an EngineLostError."""
+    """Wait for a rank's answer; its death is an EngineLostError, its KvorumErrors come without Ray's frame."""
     try:
         return await call
     except RayActorError as error:
         raise EngineLostError("a rank died") from error
+    except RayTaskError as error:
+        if isinstance(error.cause, KvorumError):
+            raise error.cause from None
+        raise
 
 
 async def build_ray_engine(config: EngineConfig, *, engine_id: str, on_progress: Progress) -> Engine:

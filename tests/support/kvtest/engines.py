@@ -89,6 +89,23 @@ def request(
     )
 
 
+async def collect(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, Answer]:
+    """Submit all at once and wait for all; audit after every batch."""
+    session = engine.open_session()
+    answers: dict[str, Answer] = {item.request_id: Answer() for item in requests}
+    for item in requests:
+        session.submit(item)
+    while any(answer.finish_reason is None for answer in answers.values()):
+        for output in await session.outputs():
+            answer = answers[output.request_id]
+            answer.token_ids += output.token_ids
+            answer.logprobs += [entry.logprob for entry in output.logprobs]
+            answer.finish_reason = output.finish_reason or answer.finish_reason
+            answer.receipt = output.receipt or answer.receipt
+        engine.scheduler.audit()
+    return answers
+
+
 @dataclass
 class Rig:
     """A running engine with its recorder."""
@@ -98,19 +115,7 @@ class Rig:
 
     async def run(self, requests: Sequence[EngineRequest]) -> dict[str, Answer]:
         """Submit all at once, wait for all, audit after every batch."""
-        session = self.engine.open_session()
-        answers: dict[str, Answer] = {item.request_id: Answer() for item in requests}
-        for item in requests:
-            session.submit(item)
-        while any(answer.finish_reason is None for answer in answers.values()):
-            for output in await session.outputs():
-                answer = answers[output.request_id]
-                answer.token_ids += output.token_ids
-                answer.logprobs += [entry.logprob for entry in output.logprobs]
-                answer.finish_reason = output.finish_reason or answer.finish_reason
-                answer.receipt = output.receipt or answer.receipt
-            self.engine.scheduler.audit()
-        return answers
+        return await collect(self.engine, requests)
 
 
 @asynccontextmanager
