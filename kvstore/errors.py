@@ -13,6 +13,7 @@ KvorumError
 └── CheckpointError         a model could not be found, read or understood
 
 `cluster/errors.py` says which HTTP and gRPC status each one is.
+Children that only the control plane raises (a bad setting, a start that fails, an abort) live where they are raised.
 """
 
 from __future__ import annotations
