@@ -77,6 +77,9 @@ class Backend(Protocol[PoolT, StepT]):
     def prepare(self, pool: PoolT, token_ids: torch.Tensor, sequences: Sequence[SequenceStep]) -> StepT:
         """Turn a step into what the layers need. token_ids: [num_tokens] int64, sequence after sequence."""
 
+    def forward(self, pool: PoolT, step: StepT) -> torch.Tensor:
+        """Embed and run all layers: the last hidden states [num_tokens, hidden_size], before the final norm."""
+
     def embed(self, step: StepT) -> torch.Tensor:
         """Return the hidden states [num_tokens, hidden_size]."""
 
@@ -115,3 +118,14 @@ class Backend(Protocol[PoolT, StepT]):
 
     def clear_victims(self, pool: PoolT, row: int) -> None:
         """Forget a row's pending victims, so that they live on (or so that a new sequence can take the row)."""
+
+
+def run_layers(backend: Backend[PoolT, StepT], pool: PoolT, step: StepT) -> torch.Tensor:
+    """Run a step half a layer at a time; returns the last hidden states [num_tokens, hidden_size]."""
+    hidden = backend.embed(step)
+    for layer in range(backend.spec.num_layers):
+        partial = backend.attention_block(hidden, layer, pool, step)
+        hidden = backend.add_residual(hidden, partial, layer, after_mlp=False)
+        partial = backend.mlp_block(hidden, layer)
+        hidden = backend.add_residual(hidden, partial, layer, after_mlp=True)
+    return hidden

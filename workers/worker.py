@@ -52,19 +52,9 @@ class Worker(Generic[PoolT, StepT]):
         if not plan.rows:
             return StepResult({})
         token_ids = torch.tensor([token for row in plan.rows for token in row.token_ids], dtype=torch.int64)
-        hidden = self._forward(token_ids, plan)
-        return StepResult(samples=self._sample(hidden, plan), retained=self._retained(plan))
-
-    def _forward(self, token_ids: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         backend, pool = self._backend, self._store.pool
-        step = backend.prepare(pool, token_ids, [row.step for row in plan.rows])
-        hidden = backend.embed(step)
-        for layer in range(backend.spec.num_layers):
-            partial = backend.attention_block(hidden, layer, pool, step)
-            hidden = backend.add_residual(hidden, partial, layer, after_mlp=False)
-            partial = backend.mlp_block(hidden, layer)
-            hidden = backend.add_residual(hidden, partial, layer, after_mlp=True)
-        return hidden
+        hidden = backend.forward(pool, backend.prepare(pool, token_ids, [row.step for row in plan.rows]))
+        return StepResult(samples=self._sample(hidden, plan), retained=self._retained(plan))
 
     def _sample(self, hidden: torch.Tensor, plan: StepPlan) -> dict[SeqId, Sample]:
         ends, end = [], 0

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from kvorum.kernels.backend import HostBlocks, SlotView
+from kvorum.kernels.backend import HostBlocks, SlotView, run_layers
 from kvorum.kernels.plan import SequenceStep, ShrinkRequest
 from kvorum.kernels.reference import pool as pool_ops
 from kvorum.kernels.reference.attention import attend, choose_victims, column_sums, visible
@@ -119,6 +119,10 @@ class ReferenceBackend:
             return torch.ones(step.num_tokens, dtype=wide, device=self._device)
         age = step.start + step.num_tokens - 1 - positions
         return torch.where(positions >= step.rule.observe_from, step.rule.decay ** age.to(wide), 0.0)
+
+    def forward(self, pool: ReferencePool, step: ReferenceStep) -> torch.Tensor:
+        """Embed and run all layers."""
+        return run_layers(self, pool, step)
 
     def embed(self, step: ReferenceStep) -> torch.Tensor:
         """Look the tokens up: [num_tokens, hidden_size]."""
