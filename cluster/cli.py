@@ -20,6 +20,7 @@ _COMMANDS = {
     "serve": ("kvorum.cluster.serve_command", "run a cluster until Ctrl-C"),
     "generate": ("kvorum.cluster.generate_command", "ask a running cluster for text"),
     "demo": ("kvorum.cluster.demo", "start a small cluster, ask it, show what the KV cache did, stop it"),
+    "bench": ("kvorum.cluster.bench_command", "measure a running server: throughput, latencies, goodput"),
     "plan": ("kvorum.cluster.plan", "work out how much KV cache a model needs"),
     "lab": ("kvorum.cluster.lab", "show on a real model what the KV cache does"),
     "eval": ("kvorum.cluster.eval_command", "measure what an eviction policy costs on a text"),
