@@ -1,0 +1,1 @@
+"""The GPU back end: cuBLAS linears through torch, everything else in Triton, decode as captured CUDA graphs."""
