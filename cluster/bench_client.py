@@ -133,8 +133,12 @@ class _Answer:
     def _read_chunk(self, chunk: Mapping[str, Any], now_s: float) -> None:
         if "error" in chunk:
             self.error = _error_text(json.dumps(chunk))
-        if any(_has_text(choice) for choice in chunk.get("choices") or ()):
+            return
+        choices = chunk.get("choices") or ()
+        if any(_has_text(choice) for choice in choices):
             self.text_times_s.append(now_s)
+        if any(choice.get("finish_reason") for choice in choices):
+            self.error = None  # whole, also when the server sends no [DONE]
         self.usage = chunk.get("usage") or self.usage
         self.receipt = chunk.get("kvorum") or self.receipt
 
@@ -186,7 +190,8 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[bytes
 
 def _session(target: Target) -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(total=target.timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+    # Some servers close a kept connection just when it is used again; a new one each costs less than a lost request.
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout)
 
 
 def _body(target: Target, request: BenchRequest) -> bytes:

@@ -132,6 +132,11 @@ def test_the_last_event_needs_no_empty_line() -> None:
     assert ask(Server([text("a"), b"data: [DONE]"])).error is None
 
 
+def test_a_reason_to_finish_is_an_end_as_well() -> None:
+    result = ask(Server([text("a"), event(choices=[{"index": 0, "text": "b", "finish_reason": "length"}])]))
+    assert (result.error, len(result.text_times_s)) == (None, 2)
+
+
 def test_a_chat_is_sent_as_words_and_read_from_deltas() -> None:
     server = Server([event(choices=[{"index": 0, "delta": {"content": "a"}}]), DONE])
     result = ask(server, prompt_form="chat")
