@@ -111,9 +111,13 @@ def write_scores(pool: TritonPool, block_table: Sequence[int], scores: torch.Ten
 def export_slots(pool: TritonPool, block_table: Sequence[int], num_slots: int, *, dtype: torch.dtype) -> HostBlocks:
     """Copy a sequence's slots to host memory, K and V in dtype, which must hold every number of the pool's."""
     blocks, offsets = pool.locate(block_table, num_slots)
+    keys, values = (
+        _bits(pool.kv)[:, blocks, part, :, offsets].view(pool.kv.dtype).permute(1, 2, 0, 3).to("cpu", dtype)
+        for part in (0, 1)
+    )
     return HostBlocks(
-        keys=pool.kv[:, blocks, 0, :, offsets].permute(1, 2, 0, 3).to("cpu", dtype),
-        values=pool.kv[:, blocks, 1, :, offsets].permute(1, 2, 0, 3).to("cpu", dtype),
+        keys=keys,
+        values=values,
         positions=pool.positions[:, blocks, :, offsets].permute(1, 2, 0).to("cpu", torch.int64),
         scores=pool.scores[:, blocks, :, offsets].permute(1, 2, 0).cpu(),
     )
@@ -122,8 +126,8 @@ def export_slots(pool: TritonPool, block_table: Sequence[int], num_slots: int, *
 def import_slots(pool: TritonPool, block_table: Sequence[int], slots: HostBlocks) -> None:
     """Write exported slots into the first slots of the given blocks."""
     blocks, offsets = pool.locate(block_table, slots.num_slots)
-    pool.kv[:, blocks, 0, :, offsets] = slots.keys.to(pool.kv).permute(2, 0, 1, 3)
-    pool.kv[:, blocks, 1, :, offsets] = slots.values.to(pool.kv).permute(2, 0, 1, 3)
+    for part, numbers in enumerate((slots.keys, slots.values)):
+        _bits(pool.kv)[:, blocks, part, :, offsets] = _bits(numbers.to(pool.kv)).permute(2, 0, 1, 3)
     pool.positions[:, blocks, :, offsets] = slots.positions.to(pool.positions).permute(2, 0, 1)
     pool.scores[:, blocks, :, offsets] = slots.scores.to(pool.scores).permute(2, 0, 1)
 
@@ -131,3 +135,8 @@ def import_slots(pool: TritonPool, block_table: Sequence[int], slots: HostBlocks
 def clear_victims(pool: TritonPool, row: int) -> None:
     """Forget a row's pending victims."""
     pool.victims[:, row] = NO_VICTIM.value
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return float8 as bytes: not every device indexes float8."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
