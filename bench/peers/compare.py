@@ -23,7 +23,7 @@ from typing import Any
 
 from environments import PEERS, alias, ensure, version_of
 from peers import PEERS_BY_NAME, Command, Launch, Peer, Precision
-from processes import ForeignLoad, PeerError, Server, free_port, running
+from processes import ForeignLoad, Pauses, PeerError, Server, free_port, running
 from quality import perplexities
 from ratios import Measurement
 from report import OURS, print_quality, print_workload
@@ -35,6 +35,7 @@ from kvorum.cluster.bench_summary import summarize
 from kvorum.cluster.bench_workload import BenchRequest
 
 _WARMUP_TOKENS = 8
+_TABLE_WIDTH = 140
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def main() -> None:
     """Install, measure round by round, print, and keep what was measured after every step."""
     args = _parse()
     plan = _plan(args)
-    console = Console()
+    console = Console(width=max(_TABLE_WIDTH, Console().width))
     for name in plan.peers:
         _install(PEERS_BY_NAME[name])
     report: dict[str, Any] = {"machine": _machine(), "plan": asdict(plan), "peers": _described(plan)}
@@ -111,20 +112,30 @@ def _measure(plan: Plan, blank: Measurement, server: Server, command: Command) -
     warmup = [replace(request, max_tokens=_WARMUP_TOKENS) for request in others[: min(2, workload.concurrency)]]
     target = Target(server.base_url, "model", timeout_s=plan.deadline_s, extra=command.request_fields)
 
+    pauses = Pauses()
+
     async def send(batch: Sequence[BenchRequest]) -> dict[str, Any]:
         async with asyncio.timeout(plan.deadline_s):
+            watching = asyncio.create_task(pauses.watch())
             results = await send_closed_loop(target, batch, concurrency=workload.concurrency, on_done=lambda _: None)
+            watching.cancel()
         return summarize(results, workload.slo).as_json()
 
     try:
         asyncio.run(send(warmup))
-        load = ForeignLoad.begin(server)
+        pauses, load = Pauses(), ForeignLoad.begin(server)
         summary = asyncio.run(send(requests))
     except TimeoutError:
         return replace(blank, error=f"not done within {plan.deadline_s:g} s")
-    foreign_cores, memory_bytes = load.cores(server), server.memory_bytes()
     errors = "; ".join(f"{count} failed: {error}" for error, count in summary["errors"].items()) or None
-    return replace(blank, summary=summary, error=errors, foreign_cores=foreign_cores, memory_bytes=memory_bytes)
+    return replace(
+        blank,
+        summary=summary,
+        error=errors,
+        memory_bytes=server.memory_bytes(),
+        foreign_cores=load.cores(server),
+        paused_s=pauses.seconds,
+    )
 
 
 def _install(peer: Peer) -> None:
@@ -160,7 +171,9 @@ def _machine() -> dict[str, Any]:
 def _print_progress(measurement: Measurement) -> None:
     speed = f"{measurement.summary['output_tokens_per_s']:.1f} tok/s" if measurement.summary else "no result"
     error = f" ({measurement.error.splitlines()[0]})" if measurement.error else ""
-    print(f"round {measurement.round}, {measurement.peer}, {measurement.workload}: {speed}{error}", flush=True)
+    noise = f"others had {measurement.foreign_cores:.1f} cores, {measurement.paused_s:.0f} s held up"
+    where = f"round {measurement.round}, {measurement.peer}, {measurement.workload}"
+    print(f"{where}: {speed}; {noise}{error}", flush=True)
 
 
 def _keep(path: Path | None, report: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -20,6 +21,7 @@ from peers import Command
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 60.0
 _LOG_TAIL = 15
+_TICK_S = 0.25
 
 
 class PeerError(Exception):
@@ -60,6 +62,21 @@ class ForeignLoad:
         """Return the mean number of cores since then."""
         ours_s = server.cpu_s() + time.process_time() - self.ours_s
         return max(0.0, (_busy_s() - self.busy_s - ours_s) / (time.monotonic() - self.begin_s))
+
+
+@dataclass(slots=True)
+class Pauses:
+    """How long this process was held up altogether: stopped, or without a core, for more than a moment at a time."""
+
+    seconds: float = 0.0
+
+    async def watch(self) -> None:
+        """Count until cancelled."""
+        while True:
+            begin_s = time.monotonic()
+            await asyncio.sleep(_TICK_S)
+            late_s = time.monotonic() - begin_s - _TICK_S
+            self.seconds += late_s if late_s > _TICK_S else 0.0
 
 
 @contextlib.contextmanager

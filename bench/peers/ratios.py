@@ -12,7 +12,7 @@ from typing import Any
 class Measurement:
     """One peer at one workload in one round. summary: as bench_summary.Summary.as_json; error: why there is none.
 
-    foreign_cores: how many cores others kept busy meanwhile.
+    foreign_cores: how many cores others kept busy meanwhile. paused_s: how long the client could not run.
     """
 
     round: int
@@ -23,6 +23,7 @@ class Measurement:
     start_s: float = 0.0
     memory_bytes: int = 0
     foreign_cores: float = 0.0
+    paused_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from workloads import WORKLOADS
 OURS = "kvorum"
 _COLUMNS = (
     ("out tok/s", "output_tokens_per_s"),
-    ("TTFT p50 ms", "ttft_ms.p50"),
-    ("TTFT p99", "ttft_ms.p99"),
-    ("ITL p50 ms", "itl_ms.p50"),
-    ("ITL p99", "itl_ms.p99"),
+    ("TTFT p50", "ttft_ms.p50"),
+    ("p99 ms", "ttft_ms.p99"),
+    ("ITL p50", "itl_ms.p50"),
+    ("p99 ms", "itl_ms.p99"),
 )
-_GOODPUT = (("good", "good_requests"), ("goodput req/s", "goodput_requests_per_s"))
+_GOODPUT = (("good", "good_requests"), ("good req/s", "goodput_requests_per_s"))
 
 
 def print_workload(
@@ -28,14 +28,14 @@ def print_workload(
     """Print one row for each peer: medians, and the ratio of kvorum's output tokens per second to the peer's."""
     columns = _COLUMNS + (_GOODPUT if WORKLOADS[workload].pool_tokens else ())
     table = Table(title=f"{workload}: {WORKLOADS[workload].title}")
-    for heading in ("peer", "weights, KV", *(heading for heading, _ in columns), f"{OURS} is", "others' cores"):
+    for heading in ("peer", "weights, KV", *(heading for heading, _ in columns), f"{OURS} is", "disturbed"):
         table.add_column(heading, justify="left" if heading in ("peer", "weights, KV") else "right")
     for peer, command in commands.items():
         medians = [median_of(measurements, workload, field, peer=peer) for _, field in columns]
         values = ["-" if value is None else f"{value:.1f}" for value in medians]
         kinds = f"{command.weights}, {command.kv_cache}"
         table.add_row(
-            peer, kinds, *values, _ratio(measurements, workload, peer), _foreign(measurements, workload, peer)
+            peer, kinds, *values, _ratio(measurements, workload, peer), _disturbance(measurements, workload, peer)
         )
     console.print(table)
     for each in measurements:
@@ -61,7 +61,9 @@ def _ratio(measurements: Sequence[Measurement], workload: str, peer: str) -> str
     return f"{ratio.median:.2f}x ({ratio.low:.2f}-{ratio.high:.2f})" if ratio else "-"
 
 
-def _foreign(measurements: Sequence[Measurement], workload: str, peer: str) -> str:
-    """Return the most that others disturbed a measurement."""
-    cores = [each.foreign_cores for each in measurements if (each.workload, each.peer) == (workload, peer)]
-    return f"{max(cores):.1f}" if cores else "-"
+def _disturbance(measurements: Sequence[Measurement], workload: str, peer: str) -> str:
+    """Return the most cores that others had during a measurement, and the longest that the client was held up."""
+    found = [each for each in measurements if (each.workload, each.peer) == (workload, peer) and each.summary]
+    if not found:
+        return "-"
+    return f"{max(each.foreign_cores for each in found):.1f} cores, {max(each.paused_s for each in found):.0f} s"
