@@ -235,8 +235,6 @@ def rotary_table(rope: RopeSpec, max_position: int, device: torch.device) -> tor
 
 
 def _converts_float8(device: torch.device) -> bool:
-    return (
-        device.type != "cuda"
-        or torch.version.hip is not None
-        or torch.cuda.get_device_capability() >= FLOAT8_CAPABILITY
-    )
+    if device.type != "cuda" or torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY

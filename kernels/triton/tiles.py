@@ -82,11 +82,12 @@ class Tiles:
         """Return the tiles for a shape. kv_itemsize: bytes of a number in the pool; programs: what fills the device."""
         group = triton.next_power_of_2(group_size)
         padded_dim = triton.next_power_of_2(head_dim)
-        decode_slots = min(128, max(32, DECODE_TILE_BYTES // (padded_dim * kv_itemsize)))
+        cdna = architecture is Architecture.CDNA
+        decode_slots = min(64 if cdna else 128, max(32, DECODE_TILE_BYTES // (padded_dim * kv_itemsize)))
         prefill, column_sums = _prefill_launches(architecture, wide=padded_dim > 128, group=group)
         return cls(
             group=group,
-            decode=Launch(max(16, group), decode_slots, 4, 2 if architecture is Architecture.CDNA else 3),
+            decode=Launch(max(16, group), decode_slots, 4, 2 if cdna else 3),
             prefill=prefill,
             column_sums=column_sums,
             extra_items=min(max(1, programs // num_kv_heads), MAX_EXTRA_ITEMS),
