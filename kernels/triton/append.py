@@ -118,6 +118,7 @@ def append_kernel(
     replaces = tl.load(record + REPLACE) != 0
     victim_ptr = victims_ptr + tl.load(record + ROW) * NUM_KV_HEADS + head
     victim = tl.load(victim_ptr, mask=replaces, other=0)
+    tl.debug_barrier()  # every thread has read it before one of them forgets it
     tl.store(victim_ptr, NO_VICTIM, mask=replaces)
     slot = tl.where(replaces, victim, tl.load(record + FIRST_SLOT) + index)
     block = tl.load(tables_ptr + tl.load(record + TABLE) + slot // BLOCK_SIZE).to(tl.int64)
