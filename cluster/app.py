@@ -71,6 +71,9 @@ async def _build_ray_engine(config: ClusterConfig, engine_id: str, report_bytes:
         model_name=config.served_model_name or resolve_checkpoint(config).name,
         dtype=config.dtype,
         device=config.device,
+        backend=config.backend,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
         max_model_len=config.max_model_len,
         block_size=config.block_size,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
@@ -79,8 +82,11 @@ async def _build_ray_engine(config: ClusterConfig, engine_id: str, report_bytes:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_waiting=config.max_num_waiting,
         enable_prefix_caching=config.enable_prefix_caching,
+        num_cpus=config.num_cpus_per_rank,
     )
-    return await build_ray_engine(engine_config, engine_id=engine_id, on_progress=report_bytes)
+    return await build_ray_engine(
+        engine_config, num_engines=config.num_engines, engine_id=engine_id, on_progress=report_bytes
+    )
 
 
 def _build_fake_engine(config: ClusterConfig, engine_id: str) -> Engine:

@@ -48,6 +48,16 @@ class ModelSection(_Section):
         default="auto", description="Type of weights and activations; auto takes what suits the device."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the model runs.")
+    backend: Literal["auto", "reference", "cpu", "triton"] = Field(
+        default="auto",
+        description="What computes: cpu is compiled C++, triton is for GPUs, reference is plain torch; auto takes the "
+        "fast one of the device.",
+    )
+    quantization: Literal["auto", "none", "gguf", "int8"] = Field(
+        default="auto",
+        description="Weights on CPUs: gguf computes with a GGUF file's own blocks, int8 rounds to 8 bits with a scale "
+        "for 32 numbers, none takes dtype; auto is gguf for GGUF files unless dtype is given, else none.",
+    )
     max_model_len: int | None = Field(
         default=None, ge=1, description="Longest prompt plus answer, in tokens; default: what the model was made for."
     )
@@ -69,6 +79,10 @@ class CacheSection(_Section):
         default=None,
         ge=1,
         description="Bytes of the KV pool on each rank; default: worked out from gpu_memory_utilization.",
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"] = Field(
+        default="auto",
+        description="Type of cached keys and values; auto is bfloat16 beside quantised weights, else dtype.",
     )
     gpu_memory_utilization: float = Field(
         default=0.9, gt=0, le=1, description="Share of the device's memory for weights and KV pool together."
@@ -137,6 +151,11 @@ class ClusterSection(_Section):
     num_routers: int = Field(default=1, ge=1, le=100, description="Processes that clients connect to.")
     num_engines: int = Field(default=1, ge=1, description="Replicas of the model.")
     tensor_parallel_size: int = Field(default=1, ge=1, description="Ranks that share one replica; only 1 works today.")
+    num_cpus_per_rank: int | None = Field(
+        default=None,
+        ge=1,
+        description="Cores that a rank computes on; default: on CPUs an equal share of the cluster's, on GPUs one.",
+    )
     executor: Literal["ray", "fake"] = Field(
         default="ray", description="ray computes; fake echoes the prompt without a model, to try what stands around it."
     )

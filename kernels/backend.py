@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 
@@ -26,6 +26,32 @@ from kvorum.kernels.spec import DecoderSpec, Shard
 
 PoolT = TypeVar("PoolT")
 StepT = TypeVar("StepT")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A linear weight as blocks of 32 inputs, as a GGUF file has them.
+
+    blocks: [out_features, bytes of a row] uint8. A block is
+      Q8_0: half scale, 32 int8; value = scale * q.
+      Q4_0: half scale, 16 bytes of nibbles; value = scale * (q - 8).
+      Q4_1: half scale, half minimum, 16 bytes of nibbles; value = scale * q + minimum.
+    Byte i of the nibbles holds inputs i (low) and i + 16.
+    """
+
+    blocks: torch.Tensor
+    quantization: Literal["Q8_0", "Q4_0", "Q4_1"]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """out_features, in_features."""
+        rows, row_bytes = self.blocks.shape
+        return rows, row_bytes // BLOCK_BYTES[self.quantization] * 32
+
+
+BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
+
+Weight = torch.Tensor | QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)

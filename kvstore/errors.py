@@ -10,7 +10,8 @@ KvorumError
 ├── CapacityError           full now; try again after retry_after_s
 ├── EngineLostError         the engine died and the request could not go on elsewhere
 ├── DeadlineError           the request's deadline passed
-└── CheckpointError         a model could not be found, read or understood
+├── CheckpointError         a model could not be found, read or understood
+└── UnsupportedError        a setting that this model, device or machine cannot have; names it
 
 `cluster/errors.py` says which HTTP and gRPC status each one is.
 Children that only the control plane raises (a bad setting, a start that fails, an abort) live where they are raised.
@@ -75,3 +76,7 @@ class DeadlineError(KvorumError):
 
 class CheckpointError(KvorumError):
     """A model folder, file or hub id could not be found, read or understood."""
+
+
+class UnsupportedError(KvorumError):
+    """A setting of the engine cannot be had with this model, on this device or machine."""

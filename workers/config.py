@@ -6,22 +6,32 @@ from dataclasses import dataclass
 from typing import Literal
 
 DtypeName = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+BackendName = Literal["auto", "reference", "cpu", "triton"]
+QuantizationName = Literal["auto", "none", "gguf", "int8"]
+KVDtypeName = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """One engine.
 
-    model: folder, .gguf file, hub id or `smollm2-135m`. dtype: of weights, computation and KV; auto is float32 on CPUs
-    and bfloat16 on GPUs. device: a torch device, auto is cuda when there is one. max_model_len: None is the model's
-    own. kv_cache_memory_bytes: the pool's size; None is gpu_memory_utilization of what the GPU has left once the
-    weights are there, and CPU_POOL_BYTES on CPUs.
+    model: folder, .gguf file, hub id or `smollm2-135m`. dtype: of weights and computation; auto is float32 on CPUs and
+    bfloat16 on GPUs. device: a torch device, auto is cuda when there is one. backend: auto is the fast one of the
+    device where it can run. quantization: gguf computes with a GGUF file's own blocks, int8 quantises, none takes
+    dtype; auto is gguf for a GGUF file on the CPU back end while dtype is auto, else none. kv_cache_dtype: auto is
+    bfloat16 beside quantised weights, else dtype. max_model_len: None is the model's own. kv_cache_memory_bytes: the
+    pool's size; None is gpu_memory_utilization of what the GPU has left once the weights are there, and CPU_POOL_BYTES
+    on CPUs. num_cpus: cores that each rank computes on; None is a
+    share of the cluster's on CPUs, one on GPUs.
     """
 
     model: str
     model_name: str
     dtype: DtypeName = "auto"
     device: str = "auto"
+    backend: BackendName = "auto"
+    quantization: QuantizationName = "auto"
+    kv_cache_dtype: KVDtypeName = "auto"
     max_model_len: int | None = None
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
@@ -30,6 +40,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_num_waiting: int = 256
     enable_prefix_caching: bool = True
+    num_cpus: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,11 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from kvorum.kernels.reference.backend import ReferenceStep
-from kvorum.kernels.reference.pool import ReferencePool
 from kvorum.kvstore.errors import EngineLostError, KvorumError
 from kvorum.workers.config import COMPUTE_ENVIRONMENT, EngineConfig, RankShape
 from kvorum.workers.engine import Engine, build_engine
 from kvorum.workers.plan import BudgetQuery, MassQuery, StepPlan, StepResult
-from kvorum.workers.worker import Worker, load_worker
+from kvorum.workers.worker import RankWorker, load_worker
 
 HEALTH_TIMEOUT_S = 5.0
 PLACEMENT_TIMEOUT_S = 60.0
@@ -36,7 +34,7 @@ class _RankActor:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._worker: Worker[ReferencePool, ReferenceStep] | None = None
+        self._worker: RankWorker | None = None
         self._progress = (0, 0)
 
     @ray.method
@@ -83,10 +81,10 @@ RankActor: ActorClass[_RankActor] = ray.remote(concurrency_groups={"control": 1}
 class RayExecutor:
     """Executor over one rank actor and its placement group."""
 
-    def __init__(self, group: PlacementGroup, config: EngineConfig, *, num_gpus: int) -> None:
+    def __init__(self, group: PlacementGroup, config: EngineConfig, *, num_cpus: int, num_gpus: int) -> None:
         self._group = group
         self._rank = RankActor.options(
-            num_cpus=1,
+            num_cpus=num_cpus,  # Ray has OpenMP use as many threads
             num_gpus=num_gpus,
             runtime_env={"env_vars": COMPUTE_ENVIRONMENT},
             scheduling_strategy=PlacementGroupSchedulingStrategy(group),
@@ -139,8 +137,10 @@ async def _alive(call: Awaitable[ResultT]) -> ResultT:
         raise
 
 
-async def build_ray_engine(config: EngineConfig, *, engine_id: str, on_progress: Progress) -> Engine:
+async def build_ray_engine(config: EngineConfig, *, num_engines: int, engine_id: str, on_progress: Progress) -> Engine:
     """Place and load an engine's ranks; the caller starts and stops the engine.
+
+    num_engines: how many engines share the cluster.
 
     Raises:
         EngineLostError: the cluster has no room for the ranks, or one died while it loaded.
@@ -148,8 +148,10 @@ async def build_ray_engine(config: EngineConfig, *, engine_id: str, on_progress:
     """
     on_gpu = config.device.startswith("cuda") or (config.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
     num_gpus = int(on_gpu)
-    group = await _place(num_gpus)
-    executor = RayExecutor(group, config, num_gpus=num_gpus)
+    cores = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    num_cpus = config.num_cpus or (1 if on_gpu else share_of_cores(cores, num_engines=num_engines))
+    group = await _place(num_cpus, num_gpus)
+    executor = RayExecutor(group, config, num_cpus=num_cpus, num_gpus=num_gpus)
     try:
         shape = await executor.load(on_progress)
     except BaseException:
@@ -158,16 +160,24 @@ async def build_ray_engine(config: EngineConfig, *, engine_id: str, on_progress:
     return build_engine(config, shape, executor, engine_id=engine_id)
 
 
-async def _place(num_gpus: int) -> PlacementGroup:
+def share_of_cores(cores: Sequence[int], *, num_engines: int) -> int:
+    """Return how many cores each engine can have if all get as many: the most that place num_engines on these nodes."""
+    for share in range(max(cores, default=1), 1, -1):
+        if sum(count // share for count in cores) >= num_engines:
+            return share
+    return 1
+
+
+async def _place(num_cpus: int, num_gpus: int) -> PlacementGroup:
     """Reserve a bundle a rank; an infeasible group would stay pending without an error."""
     group: PlacementGroup = placement_group(
-        [{"CPU": 1.0, **({"GPU": float(num_gpus)} if num_gpus else {})}], strategy="PACK"
+        [{"CPU": float(num_cpus), **({"GPU": float(num_gpus)} if num_gpus else {})}], strategy="PACK"
     )
     try:
         async with asyncio.timeout(PLACEMENT_TIMEOUT_S):
             await group.ready()
     except TimeoutError:
         remove_placement_group(group)
-        wanted = f"1 CPU{' and 1 GPU' if num_gpus else ''}"
+        wanted = f"{num_cpus} CPU{'s' if num_cpus > 1 else ''}{' and 1 GPU' if num_gpus else ''}"
         raise EngineLostError(f"the cluster has no node with {wanted} free for a rank") from None
     return group

@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Generic
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
 
-from kvorum.kernels.backend import PoolT, StepT
 from kvorum.workers.plan import BudgetQuery, MassQuery, StepPlan, StepResult
-from kvorum.workers.worker import Worker
+from kvorum.workers.worker import RankWorker
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
 
 
-class LocalExecutor(Generic[PoolT, StepT]):
-    """Executor over one rank in a thread of this process."""
+class LocalExecutor:
+    """Executor over one rank in one thread of this process; always the same, since OpenMP keeps a team for each."""
 
-    def __init__(self, worker: Worker[PoolT, StepT]) -> None:
+    def __init__(self, worker: RankWorker) -> None:
         self.worker = worker
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank")
 
     async def execute(self, plan: StepPlan) -> StepResult:
         """Carry out a step."""
-        return await asyncio.to_thread(self.worker.execute, plan)
+        return await self._run(self.worker.execute, plan)
 
     async def retained_masses(self, queries: Sequence[MassQuery]) -> list[float]:
         """Measure retained masses."""
-        return await asyncio.to_thread(self.worker.retained_masses, queries)
+        return await self._run(self.worker.retained_masses, queries)
 
     async def smallest_budgets(self, queries: Sequence[BudgetQuery]) -> list[int]:
         """Find budgets."""
-        return await asyncio.to_thread(self.worker.smallest_budgets, queries)
+        return await self._run(self.worker.smallest_budgets, queries)
 
     async def check_health(self) -> None:
         """A thread of this process lives as long as its caller."""
 
     async def stop(self) -> None:
-        """Nothing outlives the process."""
+        """End the thread."""
+        self._thread.shutdown()
+
+    async def _run(self, call: Callable[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))

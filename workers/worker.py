@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic
+from typing import Generic, Protocol
 
 import torch
 
 from kvorum.kernels.backend import Backend, PoolT, SlotView, StepT
-from kvorum.kernels.reference.backend import ReferenceBackend, ReferenceStep
-from kvorum.kernels.reference.pool import ReferencePool
-from kvorum.kernels.spec import Shard
+from kvorum.kernels.cpu.backend import CpuBackend
 from kvorum.kvstore.device import DeviceStore
 from kvorum.kvstore.ops import Residence
 from kvorum.kvstore.retention import mass_given, retained_mass, smallest_budget
 from kvorum.kvstore.types import SeqId, blocks_for
+from kvorum.workers.backends import choose_device, load_backend
 from kvorum.workers.checkpoint.resolve import resolve
-from kvorum.workers.checkpoint.weights import iter_weights
 from kvorum.workers.config import CPU_POOL_BYTES, EngineConfig, RankShape
 from kvorum.workers.plan import BudgetQuery, MassQuery, RowPlan, Sample, SampleRequest, StepPlan, StepResult
 from kvorum.workers.sampler import sample
@@ -116,23 +114,47 @@ class Worker(Generic[PoolT, StepT]):
         return self._backend.shard.num_heads // self._backend.shard.num_kv_heads
 
 
+class RankWorker(Protocol):
+    """A Worker of whichever back end."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carry out a step."""
+
+    def retained_masses(self, queries: Sequence[MassQuery]) -> list[float]:
+        """Measure the retained mass of sequences."""
+
+    def smallest_budgets(self, queries: Sequence[BudgetQuery]) -> list[int]:
+        """Find the smallest budgets that keep the floors at a prompt's end."""
+
+    def view(self, residence: Residence) -> SlotView:
+        """Gather positions, scores and life of a sequence's slots."""
+
+
 def load_worker(
     config: EngineConfig, *, on_progress: Progress | None = None, sampler: Sampler = sample_row
-) -> tuple[Worker[ReferencePool, ReferenceStep], RankShape]:
+) -> tuple[RankWorker, RankShape]:
     """Load a checkpoint onto this process's device and size the pool.
 
     on_progress: called with bytes loaded and bytes in all. sampler: draws each row's next token.
+
+    Raises:
+        CheckpointError: the model cannot be found or read.
+        UnsupportedError: the back end, or its types, cannot be had here.
     """
-    device = choose_device(config.device)
     checkpoint = resolve(config.model)
-    spec = checkpoint.spec
-    shard = Shard.whole(spec)
-    dtype = choose_dtype(config.dtype, device)
-    backend = ReferenceBackend(spec, shard, dtype=dtype, device=device)
-    backend.load(iter_weights(checkpoint, shard, dtype=dtype, on_progress=on_progress))
+    backend = load_backend(config, checkpoint, on_progress=on_progress)
+    if isinstance(backend, CpuBackend):
+        return _make_worker(backend, config, sampler)
+    return _make_worker(backend, config, sampler)
+
+
+def _make_worker(
+    backend: Backend[PoolT, StepT], config: EngineConfig, sampler: Sampler
+) -> tuple[Worker[PoolT, StepT], RankShape]:
+    spec = backend.spec
     max_model_len = min(config.max_model_len or spec.max_position, spec.max_position)
     num_blocks = size_pool(
-        pool_bytes=_pool_bytes(config, device),
+        pool_bytes=_pool_bytes(config),
         block_bytes=backend.block_bytes(config.block_size),
         most_useful=config.max_num_seqs * blocks_for(max_model_len, config.block_size),
     )
@@ -140,28 +162,13 @@ def load_worker(
     return Worker(backend, pool, sampler=sampler), RankShape(spec.vocab_size, max_model_len, num_blocks)
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the torch device of a name; auto is cuda when there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the torch dtype of a name; auto is float32 on CPUs, bfloat16 elsewhere."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
 def size_pool(*, pool_bytes: int, block_bytes: int, most_useful: int) -> int:
     """Return how many blocks to allocate: what the memory holds, but no more than could ever be used."""
     return max(1, min(pool_bytes // block_bytes, most_useful))
 
 
-def _pool_bytes(config: EngineConfig, device: torch.device) -> int:
+def _pool_bytes(config: EngineConfig) -> int:
+    device = choose_device(config.device)
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     if device.type == "cpu":

@@ -62,7 +62,7 @@ def test_a_rank_in_an_actor_answers_as_one_in_this_process(config: EngineConfig)
         return build_engine(config, shape, LocalExecutor(worker), engine_id="local")
 
     run(local, ask)
-    run(lambda: build_ray_engine(config, engine_id="ray", on_progress=lambda _, __: None), ask)
+    run(lambda: build_ray_engine(config, num_engines=2, engine_id="ray", on_progress=lambda _, __: None), ask)
     here, there = answers
     for name, answer in here.items():
         ours, theirs = answer.receipt, there[name].receipt
@@ -84,14 +84,14 @@ def test_a_dead_rank_is_an_engine_lost(config: EngineConfig) -> None:
         answer = (await collect(engine, REQUESTS[:1]))["full"]
         assert answer.finish_reason == "error"
 
-    run(lambda: build_ray_engine(config, engine_id="ray", on_progress=lambda _, __: None), use)
+    run(lambda: build_ray_engine(config, num_engines=2, engine_id="ray", on_progress=lambda _, __: None), use)
 
 
 def test_a_model_that_cannot_be_read_leaves_nothing_behind(config: EngineConfig, tmp_path: Path) -> None:
     before = ray.available_resources()
     absent = replace(config, model=str(tmp_path / "absent"))
     with pytest.raises(CheckpointError, match="absent") as caught:
-        asyncio.run(build_ray_engine(absent, engine_id="ray", on_progress=lambda _, __: None))
+        asyncio.run(build_ray_engine(absent, num_engines=2, engine_id="ray", on_progress=lambda _, __: None))
     assert "Traceback" not in str(caught.value)
     deadline_s = time.monotonic() + 30
     while ray.available_resources().get("CPU") != before.get("CPU"):
@@ -105,4 +105,4 @@ def test_ranks_that_find_no_room_are_refused_in_time(
     monkeypatch.setattr(group, "PLACEMENT_TIMEOUT_S", 0.5)
     on_gpu = replace(config, device="cuda")
     with pytest.raises(EngineLostError, match="no node with 1 CPU and 1 GPU"):
-        asyncio.run(build_ray_engine(on_gpu, engine_id="ray", on_progress=lambda _, __: None))
+        asyncio.run(build_ray_engine(on_gpu, num_engines=2, engine_id="ray", on_progress=lambda _, __: None))

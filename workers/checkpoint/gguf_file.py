@@ -140,6 +140,13 @@ def read_rows(file: GgufFile, name: str, rows: slice = slice(None)) -> NDArray[n
     return np.array(dequantize(stored.reshape(tensor.shape[0], -1)[rows], quantization))
 
 
+def read_blocks(file: GgufFile, name: str, rows: slice) -> NDArray[np.uint8]:
+    """Return some rows of a quantised matrix as its bytes, [rows, bytes of a row]."""
+    tensor = file.tensors[name]
+    stored = np.memmap(file.path, np.uint8, "r", tensor.offset, (tensor.num_bytes,))
+    return np.array(stored.reshape(tensor.shape[0], -1)[rows])
+
+
 def decoder_spec(file: GgufFile) -> DecoderSpec:
     """Return what the model in this file computes."""
     fields = file.metadata

@@ -15,19 +15,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Literal, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from kvorum.kernels.backend import BLOCK_BYTES, QuantizedWeight, Weight
 from kvorum.kernels.spec import DecoderSpec, Shard, weight_names
 from kvorum.kvstore.errors import CheckpointError
 from kvorum.workers.checkpoint.fields import Fields
-from kvorum.workers.checkpoint.gguf_file import GgufFile, read_rows, tensor_name
+from kvorum.workers.checkpoint.gguf_file import GgufFile, read_blocks, read_rows, tensor_name
 from kvorum.workers.checkpoint.resolve import Checkpoint
 
+_NumberT = TypeVar("_NumberT", np.float32, np.uint8)
+_BLOCK = 32  # numbers that share a scale in BLOCK_BYTES' formats
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 # Where the language model begins in a checkpoint: alone, inside a multimodal one, and that as transformers 5 saves it.
 _HF_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
@@ -74,6 +77,9 @@ class _Cut:
 
 
 class _Source(Protocol):
+    def read_blocks(self, weight: str, cut: _Cut) -> QuantizedWeight | None:
+        """Read the part of a checked tensor as the blocks it is stored in; None where it has none, or they are cut."""
+
     def check(self, weight: str, cut: _Cut) -> None:
         """Raise CheckpointError unless the tensor is there in the shape and a type that can be read."""
 
@@ -100,6 +106,37 @@ def iter_weights(
         CheckpointError: on the first step, if a tensor is missing or has another shape; it names the file and both
             shapes.
     """
+
+    def read(source: _Source, name: str, cut: _Cut) -> torch.Tensor:
+        return source.read(name, cut).to(dtype).contiguous()
+
+    return _read_all(checkpoint, shard, read, dtype=dtype, on_progress=on_progress)
+
+
+def iter_stored_weights(
+    checkpoint: Checkpoint, shard: Shard, *, on_progress: Callable[[int, int], None] | None = None
+) -> Iterator[tuple[str, Weight]]:
+    """Yield what iter_weights does, but the blocks of quantised matrices as they are and all else in float32."""
+
+    def read(source: _Source, name: str, cut: _Cut) -> Weight:
+        blocks = source.read_blocks(name, cut)
+        return source.read(name, cut).to(torch.float32).contiguous() if blocks is None else blocks
+
+    return _read_all(checkpoint, shard, read, dtype=torch.float32, on_progress=on_progress)
+
+
+WeightT = TypeVar("WeightT")
+
+
+def _read_all(
+    checkpoint: Checkpoint,
+    shard: Shard,
+    read: Callable[[_Source, str, _Cut], WeightT],
+    *,
+    dtype: torch.dtype,
+    on_progress: Callable[[int, int], None] | None,
+) -> Iterator[tuple[str, WeightT]]:
+    """Check every tensor, then read one after the other. dtype: what progress is counted in."""
     layout = _layout(checkpoint.spec, shard)
     cuts = {name: layout[name.rpartition(".")[2]] for name in weight_names(checkpoint.spec)}
     total_bytes = sum(cut.num_elements for cut in cuts.values()) * dtype.itemsize
@@ -109,7 +146,7 @@ def iter_weights(
         for name, cut in cuts.items():
             source.check(name, cut)
         for name, cut in cuts.items():
-            yield name, source.read(name, cut).to(dtype).contiguous()
+            yield name, read(source, name, cut)
             done_bytes += cut.num_elements * dtype.itemsize
             if on_progress is not None:
                 on_progress(done_bytes, total_bytes)
@@ -189,6 +226,9 @@ class _SafetensorsSource:
         part = slice(cut.start, cut.stop)
         return self._slice(self._name(weight))[part if cut.axis == 0 else (slice(None), part)]
 
+    def read_blocks(self, _weight: str, _cut: _Cut) -> None:
+        """Safetensors files hold plain numbers."""
+
     def _locate(self) -> dict[str, Path]:
         """Return the file of every tensor, from the index or, without one, from the only file."""
         index_path = self._folder / "model.safetensors.index.json"
@@ -245,13 +285,31 @@ class _GgufSource:
         part, name = slice(cut.start, cut.stop), tensor_name(weight)
         if cut.axis == 1:
             return torch.from_numpy(read_rows(self._file, name)[:, part])
-        rows = read_rows(self._file, name, part)
+        return torch.from_numpy(self._in_order(weight, read_rows(self._file, name, part)))
+
+    def read_blocks(self, weight: str, cut: _Cut) -> QuantizedWeight | None:
+        name = tensor_name(weight)
+        quantization = self._file.tensors[name].quantization
+        if quantization not in BLOCK_BYTES or len(cut.shape) != 2:
+            return None
+        if cut.axis == 0:
+            blocks = self._in_order(weight, read_blocks(self._file, name, slice(cut.start, cut.stop)))
+        elif cut.start % _BLOCK == 0 and cut.stop % _BLOCK == 0:
+            ends = (edge // _BLOCK * BLOCK_BYTES[quantization] for edge in (cut.start, cut.stop))
+            blocks = read_blocks(self._file, name, slice(None))[:, slice(*ends)]
+        else:
+            return None
+        return QuantizedWeight(
+            torch.from_numpy(np.ascontiguousarray(blocks)), cast("Literal['Q8_0', 'Q4_0', 'Q4_1']", quantization)
+        )
+
+    def _in_order(self, weight: str, rows: NDArray[_NumberT]) -> NDArray[_NumberT]:
         if self._is_interleaved and weight.rpartition(".")[2] in ("q", "k", "q_bias", "k_bias"):
-            rows = _halves_apart(rows, self._head_dim)
-        return torch.from_numpy(rows)
+            return _halves_apart(rows, self._head_dim)
+        return rows
 
 
-def _halves_apart(rows: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
+def _halves_apart(rows: NDArray[_NumberT], head_dim: int) -> NDArray[_NumberT]:
     """Put the rows of each head, which alternate between its two rotated halves, back into one half after the other."""
     heads = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)

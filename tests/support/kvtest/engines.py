@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import torch
 
-from kvorum.kernels.reference.backend import ReferenceBackend, ReferenceStep
-from kvorum.kernels.reference.pool import ReferencePool
+from kvorum.kernels.backend import Backend, PoolT, StepT
 from kvorum.kvstore.types import SeqId
 from kvorum.workers.engine import Engine
 from kvorum.workers.local import LocalExecutor
@@ -22,6 +22,20 @@ Kept = list[list[list[int]]]
 FULL = KVParams()
 
 
+class PoisonablePool(Protocol):
+    """What the pools of all back ends have."""
+
+    @property
+    def kv(self) -> torch.Tensor: ...
+    @property
+    def scores(self) -> torch.Tensor: ...
+    @property
+    def positions(self) -> torch.Tensor: ...
+
+
+PoisonT = TypeVar("PoisonT", bound=PoisonablePool)
+
+
 @dataclass
 class Answer:
     """All that came for one request."""
@@ -32,13 +46,13 @@ class Answer:
     receipt: Receipt | None = None
 
 
-class Recorder(LocalExecutor[ReferencePool, ReferenceStep]):
+class Recorder(LocalExecutor):
     """Executor that notes logits, kept positions after each sampled step, and the plans.
 
     Sequences are noted under seq_id, which counts from 0 in order of submission.
     """
 
-    def __init__(self, backend: ReferenceBackend, pool: ReferencePool, *, note_kept: bool = True) -> None:
+    def __init__(self, backend: Backend[PoolT, StepT], pool: PoolT, *, note_kept: bool = True) -> None:
         super().__init__(Worker(backend, pool, sampler=self._note_logits))
         self.logits: dict[SeqId, list[torch.Tensor]] = {}
         self.kept: dict[SeqId, list[Kept]] = {}
@@ -120,7 +134,7 @@ class Rig:
 
 @asynccontextmanager
 async def rig(
-    backend: ReferenceBackend,
+    backend: Backend[PoisonT, StepT],
     *,
     num_blocks: int,
     block_size: int = 16,

@@ -41,6 +41,14 @@ def random_weights(spec: DecoderSpec, *, seed: int = 0) -> dict[str, torch.Tenso
         "gate": (spec.intermediate_size, spec.hidden_size),
         "up": (spec.intermediate_size, spec.hidden_size),
         "down": (spec.hidden_size, spec.intermediate_size),
+        "lm_head": (spec.vocab_size, spec.hidden_size),
+        "q_bias": (heads,),
+        "k_bias": (kv_heads,),
+        "v_bias": (kv_heads,),
+        "gate_bias": (spec.intermediate_size,),
+        "up_bias": (spec.intermediate_size,),
+        "q_norm": (spec.head_dim,),
+        "k_norm": (spec.head_dim,),
     }
     return {
         name: torch.randn(

@@ -1,0 +1,549 @@
+#include "attention.h"
+
+#include <limits>
+#include <numeric>
+
+namespace kvorum {
+namespace {
+
+constexpr int MAX_GROUP = 256;
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+#if defined(KVORUM_AVX512)
+constexpr int ROWS = 6, COLUMNS = 4;
+#else
+constexpr int ROWS = 6, COLUMNS = 1;
+#endif
+constexpr int VALUE_PANELS = 8;   // panels of V that stay in the first cache while a tile's rows pass
+
+int padded(int slots) { return (slots + LANES - 1) / LANES * LANES; }
+
+// The lowest-ranked slot so far, lane by lane; positions and slots as floats, exact up to 2^24.
+struct Lowest {
+    float value[LANES], position[LANES], slot[LANES];
+
+    void clear() {
+        std::fill(value, value + LANES, INFINITE);
+        std::fill(position, position + LANES, INFINITE);
+        std::fill(slot, slot + LANES, 0.0f);
+    }
+
+    // Offer 16 slots from `first` on, `count` of which are in use.
+    void offer(const Sequence& rule, F16 scores, F16 positions, int first, int count) {
+        F16 worth = rule.by_age ? zero() : scores;
+        if (rule.per_lifetime && !rule.by_age) worth = scores / lifetimes(rule, positions);
+        const M16 kept = (positions < splat(float(rule.sink_tokens)))
+                         | (splat(float(rule.newest() - rule.recent_tokens)) < positions);
+        const F16 slots = load(COUNT) + splat(float(first));
+        take(select(kept, splat(INFINITE), worth), positions, slots, load(COUNT) < splat(float(count)));
+    }
+
+    void merge(const Lowest& other) {
+        take(load(other.value), load(other.position), load(other.slot), load(other.position) < splat(INFINITE));
+    }
+
+    int victim() const {
+        int best = 0;
+        for (int i = 1; i < LANES; ++i)
+            if (value[i] < value[best] || (value[i] == value[best] && position[i] < position[best])) best = i;
+        return int(slot[best]);
+    }
+
+  private:
+    void take(F16 values, F16 positions, F16 slots, M16 offered) {
+        const F16 best = load(value), at = load(position);
+        const M16 taken = ((values < best) | ((values == best) & (positions < at))) & offered;
+        store(value, select(taken, values, best));
+        store(position, select(taken, positions, at));
+        store(slot, select(taken, slots, load(slot)));
+    }
+
+    static F16 lifetimes(const Sequence& rule, F16 positions) {
+        const F16 since = max(positions, splat(float(rule.observe_from)));
+        const F16 queries = max(splat(1.0f), splat(float(rule.newest() + 1)) - since);
+        if (rule.decay == 1.0) return queries;
+        const F16 decayed = exp(queries * splat(float(std::log(rule.decay))));
+        return (splat(1.0f) - decayed) * splat(float(1.0 / (1.0 - rule.decay)));
+    }
+};
+
+// What a decode task leaves: for each query head the largest logit, the sum of exponentials, the factor that combining
+// finds for them, and the weighted values; for sequences
+// with scores, the exponentials [group_size][padded slots] and the lowest-ranked of its slots.
+struct Partial {
+    float *largest, *total, *factor, *output, *exponentials;
+    Lowest* lowest;
+
+    Partial(float* scratch, int group_size, int head_dim)
+        : largest(scratch), total(scratch + group_size), factor(scratch + 2 * group_size),
+          output(scratch + 3 * group_size),
+          exponentials(output + group_size * head_dim + LOWEST_SIZE),
+          lowest(reinterpret_cast<Lowest*>(output + group_size * head_dim)) {}
+
+    static constexpr int LOWEST_SIZE = sizeof(Lowest) / sizeof(float);
+
+    static long size(int group_size, int head_dim, int slots, bool keeps_scores) {
+        return 3 * group_size + group_size * head_dim + LOWEST_SIZE + (keeps_scores ? group_size * padded(slots) : 0);
+    }
+};
+
+template <class W, int R, int P>
+KVORUM_INLINE void logits_tile(const Pool& pool, const int32_t* panels, long base, const float* queries, long query_stride,
+                               float* logits, long stride) {
+    F16 acc[R][P];
+    const W* keys[P];
+    const float* scales[P];
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) {
+        const PanelOf<W> at = panel_at<W>(pool, base + panels[p]);
+        keys[p] = at.keys;
+        scales[p] = at.key_scales;
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) acc[r][p] = zero();
+    }
+    // V lies behind K: fetch it meanwhile.
+    accumulate<W, R, P>(acc, queries, query_stride, keys, LANES, pool.head_dim, long(LANES) * pool.head_dim);
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            if constexpr (std::is_same_v<W, int8_t>) acc[r][p] = acc[r][p] * load(scales[p]);
+            store(logits + r * stride + p * LANES, acc[r][p]);
+        }
+    }
+}
+
+template <class W, int P, int R>
+void logits_rows(const Pool& pool, const int32_t* panels, long base, const float* queries, long query_stride, int rows,
+                 float* logits, long stride) {
+    int row = 0;
+    for (; row + R <= rows; row += R)
+        logits_tile<W, R, P>(pool, panels, base, queries + row * query_stride, query_stride, logits + row * stride, stride);
+    if constexpr (R > 1)
+        if (row < rows)
+            logits_rows<W, P, R - 1>(pool, panels, base, queries + row * query_stride, query_stride, rows - row,
+                                     logits + row * stride, stride);
+}
+
+// logits[row][slot] = queries[row] . keys[slot] for whole panels.
+template <class W>
+void compute_logits(const Pool& pool, const int32_t* panels, int num_panels, long base, const float* queries,
+                    long query_stride, int rows, float* logits, long stride) {
+    constexpr int P = 4;
+    int panel = 0;
+    for (; panel + P <= num_panels; panel += P)
+        logits_rows<W, P, ROWS>(pool, panels + panel, base, queries, query_stride, rows, logits + panel * LANES, stride);
+    for (; panel < num_panels; ++panel)
+        logits_rows<W, 1, ROWS>(pool, panels + panel, base, queries, query_stride, rows, logits + panel * LANES, stride);
+}
+
+// Panels whose K comes next, to be fetched while V is computed with.
+struct Ahead {
+    const int32_t* panels;
+    int count;
+    long base;
+
+    template <class W>
+    KVORUM_INLINE void fetch(const Ahead& ahead, const Pool& pool, int panel) {
+        if (panel >= ahead.count) return;
+        const char* keys = reinterpret_cast<const char*>(panel_at<W>(pool, ahead.base + ahead.panels[panel]).keys);
+        for (long byte = 0; byte < long(sizeof(W)) * LANES * pool.head_dim; byte += 64)
+            __builtin_prefetch(keys + byte, 0, 2);
+    }
+};
+
+template <class W, int R, int C>
+KVORUM_INLINE void values_tile(const Pool& pool, const int32_t* panels, int slots, long base, const float* weights,
+                               long stride, float* output, long output_stride, int column, const Ahead& ahead) {
+    F16 acc[R][C];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) acc[r][c] = load(output + r * output_stride + column + c * LANES);
+    for (int first = 0, panel = 0; first < slots; first += LANES, ++panel) {
+        const W* values = panel_at<W>(pool, base + panels[panel]).values + column;
+        if (column == 0) Ahead::fetch<W>(ahead, pool, panel);
+        const W* columns[C];
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) columns[c] = values + c * LANES;
+        accumulate<W, R, C>(acc, weights + first, stride, columns, pool.head_dim, std::min(LANES, slots - first));
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) store(output + r * output_stride + column + c * LANES, acc[r][c]);
+}
+
+template <class W, int R>
+void values_rows(const Pool& pool, const int32_t* panels, int slots, long base, const float* weights, long stride,
+                 int rows, float* output, const Ahead& ahead) {
+    const int head_dim = pool.head_dim;
+    int row = 0;
+    for (; row + R <= rows; row += R) {
+        int column = 0;
+        for (; column + COLUMNS * LANES <= head_dim; column += COLUMNS * LANES)
+            values_tile<W, R, COLUMNS>(pool, panels, slots, base, weights + row * stride, stride, output + row * head_dim,
+                                       head_dim, column, ahead);
+        for (; column < head_dim; column += LANES)
+            values_tile<W, R, 1>(pool, panels, slots, base, weights + row * stride, stride, output + row * head_dim,
+                                 head_dim, column, ahead);
+    }
+    if constexpr (R > 1)
+        if (row < rows)
+            values_rows<W, R - 1>(pool, panels, slots, base, weights + row * stride, stride, rows - row,
+                                  output + row * head_dim, ahead);
+}
+
+// output[row] += sum over slots of weights[row][slot] * values[slot]; int8 weights are scaled in place.
+template <class W>
+void add_values(const Pool& pool, const int32_t* panels, int slots, long base, const float* weights, long stride, int rows,
+                float* output, const Ahead& ahead = {nullptr, 0, 0}) {
+    for (int first = 0; first < slots; first += VALUE_PANELS * LANES) {
+        const int done = first / LANES;
+        values_rows<W, ROWS>(pool, panels + done, std::min(VALUE_PANELS * LANES, slots - first), base, weights + first,
+                             stride, rows, output, {ahead.panels + done, ahead.count - done, ahead.base});
+    }
+}
+
+// scaled[row][slot] = weights[row][slot] * the slot's V scale.
+void scale_weights(const Pool& pool, const int32_t* panels, int slots, long base, const float* weights, long stride,
+                   int rows, float* scaled) {
+    for (int first = 0, panel = 0; first < slots; first += LANES, ++panel) {
+        const F16 scales = load(panel_at<int8_t>(pool, base + panels[panel]).value_scales);
+        for (int row = 0; row < rows; ++row)
+            store(scaled + row * stride + first, load(weights + row * stride + first) * scales);
+    }
+}
+
+// Turn a row of logits into exponentials of their distance to the largest; what is behind `slots` becomes 0.
+void exponentiate(float* row, int slots, float& largest_logit, float& total) {
+    const int end = padded(slots);
+    std::fill(row + slots, row + end, -INFINITE);
+    F16 most = splat(-INFINITE);
+    for (int i = 0; i < end; i += LANES) most = max(most, load(row + i));
+    largest_logit = largest(most);
+    if (largest_logit == -INFINITE) {
+        std::fill(row, row + end, 0.0f);
+        total = 0.0f;
+        return;
+    }
+    const F16 shift = splat(largest_logit);
+    F16 sums = zero();
+    for (int i = 0; i < end; i += LANES) {
+        const F16 e = exp(load(row + i) - shift);
+        store(row + i, e);
+        sums = sums + e;
+    }
+    total = sum(sums);
+}
+
+// Set the logits of slots whose tokens are outside the window to -inf.
+void mask_window(const Pool& pool, const int32_t* panels, int slots, long base, int oldest_hidden, float* row) {
+    for (int slot = 0; slot < slots; ++slot) {
+        const long at = (base + panels[slot / LANES]) * LANES + slot % LANES;
+        if (pool.positions[at] <= oldest_hidden) row[slot] = -INFINITE;
+    }
+}
+
+template <class W>
+void decode_task(const Step& step, const Task& task, const Task* next, const Pool& pool, const LayerShape& shape,
+                 const float* qkv, float* scratch, float* buffer) {
+    const Sequence& sequence = step.sequences[task.sequence];
+    const int group = step.group_size, head_dim = pool.head_dim, slots = task.end - task.begin, stride = padded(slots);
+    const Partial partial(scratch + task.scratch, group, head_dim);
+    const int32_t* panels = step.panels_of(sequence) + task.begin / LANES;
+    const long base = pool.panel(shape.layer, task.head, 0);
+    const float* queries = qkv + sequence.first_token * shape.stride + long(task.head) * group * head_dim;
+    float* exponentials = sequence.keeps_scores ? partial.exponentials : buffer;
+    compute_logits<W>(pool, panels, stride / LANES, base, queries, head_dim, group, exponentials, stride);
+    for (int g = 0; g < group; ++g) {
+        float* row = exponentials + g * stride;
+        if (shape.window > 0) mask_window(pool, panels, slots, base, sequence.start - shape.window, row);
+        exponentiate(row, slots, partial.largest[g], partial.total[g]);
+    }
+    const float* weights = exponentials;
+    if constexpr (std::is_same_v<W, int8_t>) {
+        float* scaled = buffer + (sequence.keeps_scores ? 0 : group * stride);
+        scale_weights(pool, panels, slots, base, exponentials, stride, group, scaled);
+        weights = scaled;
+    }
+    std::fill(partial.output, partial.output + group * head_dim, 0.0f);
+    const Ahead ahead = next == nullptr ? Ahead{nullptr, 0, 0}
+                                        : Ahead{step.panels_of(step.sequences[next->sequence]) + next->begin / LANES,
+                                                padded(next->end - next->begin) / LANES,
+                                                pool.panel(shape.layer, next->head, 0)};
+    add_values<W>(pool, panels, slots, base, weights, stride, group, partial.output, ahead);
+}
+
+// One tile of queries of a strip; the strip's column sums grow by what their slots received.
+template <class W>
+void prefill_tile(const Step& step, const Task& task, int begin, int end, const Pool& pool, const LayerShape& shape,
+                  const float* qkv, float* buffer, float* column_sums, float* out) {
+    const Sequence& sequence = step.sequences[task.sequence];
+    const int group = step.group_size, head_dim = pool.head_dim, rows = (end - begin) * group;
+    const int before = sequence.slots_before(), slots = before + end, stride = padded(slots);
+    const int32_t* panels = step.panels_of(sequence);
+    const long base = pool.panel(shape.layer, task.head, 0);
+    float* queries = buffer;
+    float* output = queries + rows * head_dim;
+    float* exponentials = output + rows * head_dim;
+    float* scaled = exponentials + long(rows) * stride;
+    float totals[TILE * MAX_GROUP];
+    for (int row = 0; row < rows; ++row) {
+        const float* query = qkv + (sequence.first_token + begin + row / group) * shape.stride
+                             + (long(task.head) * group + row % group) * head_dim;
+        std::copy(query, query + head_dim, queries + row * head_dim);
+    }
+    compute_logits<W>(pool, panels, stride / LANES, base, queries, head_dim, rows, exponentials, stride);
+    for (int row = 0; row < rows; ++row) {
+        const int query = begin + row / group, seen = before + query + 1;
+        float* logits = exponentials + long(row) * stride;
+        if (shape.window > 0) mask_window(pool, panels, seen, base, sequence.start + query - shape.window, logits);
+        float most;
+        exponentiate(logits, seen, most, totals[row]);
+        std::fill(logits + padded(seen), logits + stride, 0.0f);
+    }
+    const float* weights = exponentials;
+    if constexpr (std::is_same_v<W, int8_t>) {
+        scale_weights(pool, panels, slots, base, exponentials, stride, rows, scaled);
+        weights = scaled;
+    }
+    std::fill(output, output + rows * head_dim, 0.0f);
+    add_values<W>(pool, panels, slots, base, weights, stride, rows, output);
+    for (int row = 0; row < rows; ++row) {
+        float* target = out + long(sequence.first_token + begin + row / group) * shape.num_heads * head_dim
+                        + (long(task.head) * group + row % group) * head_dim;
+        const F16 inverse = splat(1.0f / totals[row]);
+        for (int d = 0; d < head_dim; d += LANES) store(target + d, load(output + row * head_dim + d) * inverse);
+    }
+    if (!sequence.keeps_scores) return;
+    for (int query = begin; query < end; ++query) {
+        const float weight = sequence.query_weight(sequence.start + query);
+        if (weight == 0.0f) continue;
+        const int first_row = (query - begin) * group;
+        for (int i = 0; i < padded(before + query + 1); i += LANES) {
+            F16 received = load(column_sums + i);
+            for (int row = first_row; row < first_row + group; ++row)
+                received = fma(load(exponentials + long(row) * stride + i), splat(weight / totals[row]), received);
+            store(column_sums + i, received);
+        }
+    }
+}
+
+template <class W>
+void prefill_task(const Step& step, const Task& task, const Pool& pool, const LayerShape& shape, const float* qkv,
+                  float* scratch, float* buffer, float* out) {
+    const Sequence& sequence = step.sequences[task.sequence];
+    float* column_sums = scratch + task.scratch;
+    if (sequence.keeps_scores) std::fill(column_sums, column_sums + padded(sequence.slots_before() + task.end), 0.0f);
+    for (int begin = task.begin; begin < task.end;) {
+        const int end = std::min(task.end, begin + TILE - (sequence.start + begin) % TILE);
+        prefill_tile<W>(step, task, begin, end, pool, shape, qkv, buffer, column_sums, out);
+        begin = end;
+    }
+}
+
+// Score slots [begin, end) by what they received, received(first) for 16 of them; note the lowest where victims are due.
+template <class Received>
+void update_scores(const Step& step, const Sequence& sequence, int begin, int end, const Pool& pool, long base,
+                   const Received& received, Lowest& lowest) {
+    const int32_t* panels = step.panels_of(sequence);
+    const F16 decay = splat(sequence.decay == 1.0 ? 1.0f : float(std::pow(sequence.decay, sequence.num_tokens)));
+    const int last = padded(sequence.num_slots) / LANES - 1;
+    lowest.clear();
+    for (int first = begin, panel = begin / LANES; first < end; first += LANES, ++panel) {
+        const long at = (base + panels[panel]) * LANES, soon = (base + panels[std::min(panel + 16, last)]) * LANES;
+        __builtin_prefetch(pool.scores + soon, 1, 3);
+        store(pool.scores + at, fma(load(pool.scores + at), decay, received(first)));
+        if (!sequence.choose_victims) continue;
+        __builtin_prefetch(pool.positions + soon, 0, 3);
+        lowest.offer(sequence, load(pool.scores + at), to_float(pool.positions + at), first, sequence.num_slots - first);
+    }
+}
+
+// Score the slots of a decode task whose finish is combined.
+void score_decode(const Step& step, const Task& task, const Pool& pool, const LayerShape& shape, float* scratch) {
+    const Sequence& sequence = step.sequences[task.sequence];
+    const int group = step.group_size, stride = padded(task.end - task.begin);
+    const Partial partial(scratch + task.scratch, group, pool.head_dim);
+    const float weight = sequence.query_weight(sequence.start);
+    const auto received = [&](int first) {
+        F16 sum = zero();
+        for (int g = 0; g < group; ++g)
+            sum = fma(load(partial.exponentials + g * stride + first - task.begin), splat(partial.factor[g] * weight), sum);
+        return sum;
+    };
+    update_scores(step, sequence, task.begin, task.end, pool, pool.panel(shape.layer, task.head, 0), received,
+                  *partial.lowest);
+}
+
+// Combine the tasks of a finish; each keeps how much its exponentials count in the whole softmax.
+void combine_decode(const Step& step, const Finish& finish, const Pool& pool, const LayerShape& shape, float* scratch,
+                    float* out) {
+    const Sequence& sequence = step.sequences[finish.sequence];
+    const int group = step.group_size, head_dim = pool.head_dim;
+    const auto partial = [&](int task) {
+        return Partial(scratch + step.decodes[finish.first_task + task].scratch, group, head_dim);
+    };
+    for (int g = 0; g < group; ++g) {
+        float most = -INFINITE, total = 0.0f;
+        for (int task = 0; task < finish.num_tasks; ++task) most = std::max(most, partial(task).largest[g]);
+        for (int task = 0; task < finish.num_tasks; ++task) {
+            const Partial part = partial(task);
+            part.factor[g] = std::exp(part.largest[g] - most);
+            total += part.factor[g] * part.total[g];
+        }
+        for (int task = 0; task < finish.num_tasks; ++task) partial(task).factor[g] /= total;
+        float* target = out + (long(sequence.first_token) * shape.num_heads + finish.head * group + g) * head_dim;
+        for (int d = 0; d < head_dim; d += LANES) {
+            F16 acc = zero();
+            for (int task = 0; task < finish.num_tasks; ++task)
+                acc = fma(load(partial(task).output + g * head_dim + d), splat(partial(task).factor[g]), acc);
+            store(target + d, acc);
+        }
+    }
+}
+
+void choose_victim(const Step& step, const Finish& finish, const Pool& pool, int layer, float* scratch) {
+    const Sequence& sequence = step.sequences[finish.sequence];
+    if (!sequence.choose_victims) return;
+    Lowest lowest;
+    lowest.clear();
+    for (int task = 0; task < finish.num_tasks; ++task)
+        lowest.merge(*Partial(scratch + step.decodes[finish.first_task + task].scratch, step.group_size, pool.head_dim).lowest);
+    pool.victim(layer, sequence.row, finish.head) = lowest.victim();
+}
+
+void finish_prefill(const Step& step, const Finish& finish, const Pool& pool, const LayerShape& shape,
+                    const float* scratch) {
+    const Sequence& sequence = step.sequences[finish.sequence];
+    if (!sequence.keeps_scores) return;
+    Lowest lowest;
+    const auto received = [&](int first) {
+        F16 sum = zero();
+        for (int i = 0; i < finish.num_tasks; ++i) {
+            const Task& task = step.prefills[finish.first_task + i];
+            if (first < padded(sequence.slots_before() + task.end)) sum = sum + load(scratch + task.scratch + first);
+        }
+        return sum;
+    };
+    update_scores(step, sequence, 0, sequence.num_slots, pool, pool.panel(shape.layer, finish.head, 0), received, lowest);
+    if (sequence.choose_victims) pool.victim(shape.layer, sequence.row, finish.head) = lowest.victim();
+}
+
+// This member's run of decode tasks: those whose middle lies in its equal share of the slots.
+void decode_share(const Step& step, const Member& member, int& begin, int& end) {
+    const auto first_of = [&](int index) {
+        const long share = step.decode_slots * index / member.team.size();
+        return int(std::lower_bound(step.decode_middles.begin(), step.decode_middles.end(), share)
+                   - step.decode_middles.begin());
+    };
+    begin = first_of(member.index), end = first_of(member.index + 1);
+}
+
+}  // namespace
+
+void plan_tasks(Step& step, const Pool& pool) {
+    long scratch = 0, buffer = 0;
+    const int group = step.group_size, head_dim = pool.head_dim;
+    std::vector<long> costs;
+    for (int index = 0; index < int(step.sequences.size()); ++index) {
+        const Sequence& sequence = step.sequences[index];
+        const bool decodes = sequence.num_tokens == 1;
+        auto& tasks = decodes ? step.decodes : step.prefills;
+        auto& finishes = decodes ? step.decode_finishes : step.prefill_finishes;
+        for (int head = 0; head < pool.num_kv_heads; ++head) {
+            Finish finish{index, head, int(tasks.size()), 0};
+            const int count = decodes ? sequence.num_slots : sequence.num_tokens;
+            for (int begin = 0, end; begin < count; begin = end) {
+                end = std::min(count, decodes ? begin + CHUNK : begin + STRIP - (sequence.start + begin) % STRIP);
+                tasks.push_back({index, head, begin, end, int(finishes.size()), scratch});
+                const int slots = decodes ? end - begin : sequence.slots_before() + end;
+                const int rows = decodes ? group : TILE * group;
+                if (decodes) {
+                    step.decode_middles.push_back(step.decode_slots + slots / 2);
+                    step.decode_slots += slots;
+                    scratch += Partial::size(group, head_dim, slots, sequence.keeps_scores);
+                } else {
+                    costs.push_back(long(slots) * (end - begin));
+                    if (sequence.keeps_scores) scratch += padded(slots);
+                }
+                scratch = (scratch + LANES - 1) / LANES * LANES;
+                buffer = std::max(buffer, 2 * rows * (long(head_dim) + padded(slots)));
+            }
+            finish.num_tasks = int(tasks.size()) - finish.first_task;
+            finishes.push_back(finish);
+        }
+    }
+    step.order.resize(step.prefills.size());
+    std::iota(step.order.begin(), step.order.end(), 0);
+    std::stable_sort(step.order.begin(), step.order.end(), [&](int a, int b) { return costs[a] > costs[b]; });
+    step.scratch_size = scratch;
+    step.buffer_size = buffer;
+}
+
+void append(const Member& member, const Step& step, const Pool& pool, const LayerShape& shape, const float* qkv) {
+    int begin, end;
+    member.share(step.num_tokens, 1, begin, end);
+    for (const Sequence& sequence : step.sequences) {
+        const int32_t* panels = step.panels_of(sequence);
+        const int first = std::max(0, begin - sequence.first_token);
+        const int last = std::min(sequence.num_tokens, end - sequence.first_token);
+        for (int token = first; token < last; ++token) {
+            const float* keys = qkv + (sequence.first_token + token) * shape.stride + long(shape.num_heads) * pool.head_dim;
+            for (int head = 0; head < pool.num_kv_heads; ++head) {
+                int slot = sequence.slots_before() + token;
+                if (sequence.replace) {
+                    slot = pool.victim(shape.layer, sequence.row, head);
+                    pool.victim(shape.layer, sequence.row, head) = NO_VICTIM;
+                }
+                const float* key = keys + long(head) * pool.head_dim;
+                const float* value = key + long(pool.num_kv_heads) * pool.head_dim;
+                const long panel = pool.panel(shape.layer, head, panels[slot / LANES]);
+                with_kv_type(pool.format, [&](auto* type) {
+                    write_slot<std::remove_pointer_t<decltype(type)>>(pool, panel, slot % LANES, key, value);
+                });
+                pool.positions[panel * LANES + slot % LANES] = sequence.start + token;
+                pool.scores[panel * LANES + slot % LANES] = 0.0f;
+            }
+        }
+    }
+}
+
+void attend(const Member& member, Step& step, const Pool& pool, const LayerShape& shape, const float* qkv, float* scratch,
+            float* buffer, float* out) {
+    const int count = int(step.prefills.size());
+    int begin, end;
+    decode_share(step, member, begin, end);
+    with_kv_type(pool.format, [&](auto* type) {
+        using W = std::remove_pointer_t<decltype(type)>;
+        for (int turn; (turn = step.next_prefill.fetch_add(1, std::memory_order_relaxed)) < count;)
+            prefill_task<W>(step, step.prefills[step.order[turn]], pool, shape, qkv, scratch, buffer, out);
+        for (int task = begin; task < end; ++task)
+            decode_task<W>(step, step.decodes[task], task + 1 < end ? &step.decodes[task + 1] : nullptr, pool, shape, qkv,
+                           scratch, buffer);
+    });
+}
+
+void finish(const Member& member, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch, float* out) {
+    int begin, end;
+    member.share(int(step.decode_finishes.size()), 1, begin, end);
+    for (int i = begin; i < end; ++i) combine_decode(step, step.decode_finishes[i], pool, shape, scratch, out);
+    member.share(int(step.prefill_finishes.size()), 1, begin, end);
+    for (int i = begin; i < end; ++i) finish_prefill(step, step.prefill_finishes[i], pool, shape, scratch);
+}
+
+void score(const Member& member, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch) {
+    int begin, end;
+    decode_share(step, member, begin, end);   // whoever attended has the exponentials in its cache
+    for (int task = begin; task < end; ++task)
+        if (step.sequences[step.decodes[task].sequence].keeps_scores)
+            score_decode(step, step.decodes[task], pool, shape, scratch);
+}
+
+void choose_victims(const Member& member, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch) {
+    int begin, end;
+    member.share(int(step.decode_finishes.size()), 1, begin, end);
+    for (int i = begin; i < end; ++i) choose_victim(step, step.decode_finishes[i], pool, shape.layer, scratch);
+}
+
+}  // namespace kvorum

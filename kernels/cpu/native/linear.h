@@ -1,0 +1,296 @@
+// Linear layers over weights packed in panels.
+//
+// A panel holds 16 output columns, input by input ("K-major"), so that one pass over it serves a matrix-vector product as
+// well as a blocked matrix product. Every output is one chain of multiply-adds over the inputs in order, whatever the
+// number of rows: a row's bits do not depend on its neighbours.
+//
+// Formats, per 16 columns:
+//   F32, BF16   [inputs][16] numbers.
+//   Q8          per 32 inputs: 16 half scales, then [16 pairs of inputs][16 columns][2] int8.
+//   Q4_1, Q4_0  per 32 inputs: 16 half scales, (Q4_1) 16 half minima, then [8][16 columns][2] bytes, the low nibbles of
+//               one pair of inputs beside the high nibbles of the next.
+// The quantised formats are GGUF's blocks in another order, bit for bit: value = scale * q (+ minimum), Q4_0 with q - 8.
+// Their products take activations as int16 with one scale for 32 inputs: 15 bits, exact integer sums.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "simd.h"
+#include "team.h"
+
+namespace kvorum {
+
+enum Format : int32_t { F32 = 0, BF16 = 1, Q8 = 2, Q4_1 = 3, Q4_0 = 4 };
+
+constexpr int GROUP = 32;           // inputs that share a scale
+constexpr int ROWS_AT_ONCE = 96;    // rows whose activations stay in the cache while the panels pass
+
+// A packed weight [num_outputs, num_inputs]; bias may be null.
+struct Linear {
+    const uint8_t* panels;
+    const float* bias;
+    int32_t format;
+    int32_t num_outputs;
+    int32_t num_inputs;
+    int32_t unused;
+};
+
+constexpr long group_bytes(int format) {
+    return format == Q8 ? 32 + 512 : format == Q4_1 ? 64 + 256 : 32 + 256;
+}
+
+inline long panel_bytes(int format, long num_inputs) {
+    if (format == F32) return num_inputs * LANES * 4;
+    if (format == BF16) return num_inputs * LANES * 2;
+    return num_inputs / GROUP * group_bytes(format);
+}
+
+// Rows of activations: floats, and for quantised weights int16 beside them.
+struct Rows {
+    const float* values;
+    long stride;
+    const int16_t* whole;   // [rows][num_inputs]
+    const float* scales;    // [rows][num_inputs / GROUP]
+    const float* sums;      // the same shape: the sum of a group's activations
+};
+
+// Room for quantised rows.
+class QuantisedRows {
+  public:
+    void reserve(long rows, long inputs) {
+        if (whole_.size() < size_t(rows * inputs)) whole_.resize(rows * inputs);
+        const long groups = rows * ((inputs + GROUP - 1) / GROUP);
+        if (scales_.size() < size_t(groups)) scales_.resize(groups), sums_.resize(groups);
+    }
+
+    // Quantise this member's share of the rows; the team needs a barrier before it reads them.
+    Rows fill(const Member& member, const float* values, long stride, int rows, int inputs, bool quantised) {
+        const long groups = inputs / GROUP;
+        if (quantised) {
+            int begin, end;
+            member.share(rows, 1, begin, end);
+            for (int row = begin; row < end; ++row)
+                for (long group = 0; group < groups; ++group)
+                    quantise(values + row * stride + group * GROUP, &whole_[long(row) * inputs + group * GROUP],
+                             scales_[row * groups + group], sums_[row * groups + group]);
+        }
+        return {values, stride, whole_.data(), scales_.data(), sums_.data()};
+    }
+
+  private:
+    static void quantise(const float* x, int16_t* whole, float& scale, float& sum) {
+        const F16 first = load(x), second = load(x + LANES);
+        const F16 size = max(max(first, zero() - first), max(second, zero() - second));
+        const float most = largest(size);
+        scale = most / 32767.0f;
+        const F16 inverse = splat(most > 0.0f ? 32767.0f / most : 0.0f);
+        store_rounded(whole, first * inverse);
+        store_rounded(whole + LANES, second * inverse);
+        int total = 0;
+        for (int i = 0; i < GROUP; ++i) total += whole[i];
+        sum = scale * float(total);
+    }
+
+    std::vector<int16_t> whole_;
+    std::vector<float> scales_, sums_;
+};
+
+// acc[r][p] += sum over k of a[r * lda + k] * w[p][k * stride + 0..15], k in order. ahead: how many numbers further on
+// the next tile's lie, to fetch them while these are computed with; 0 fetches nothing.
+template <class W, int R, int P>
+KVORUM_INLINE void accumulate(F16 (&acc)[R][P], const float* a, long lda, const W* const (&w)[P], long stride, int count,
+                              long ahead = 0) {
+    for (int k = 0; k < count; ++k) {
+        F16 column[P];
+        if (ahead != 0 && k * LANES * sizeof(W) % 64 == 0)
+#pragma GCC unroll 8
+            for (int p = 0; p < P; ++p) __builtin_prefetch(w[p] + k * stride + ahead, 0, 2);
+#pragma GCC unroll 8
+        for (int p = 0; p < P; ++p) column[p] = load(w[p] + k * stride);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const F16 x = splat(a[r * lda + k]);
+#pragma GCC unroll 8
+            for (int p = 0; p < P; ++p) acc[r][p] = fma(x, column[p], acc[r][p]);
+        }
+    }
+}
+
+// The same over quantised panels, a group of inputs at a time.
+template <int FORMAT, int R, int P>
+KVORUM_INLINE void accumulate_quantised(F16 (&acc)[R][P], const Rows& x, long row, long inputs, const uint8_t* const (&w)[P],
+                                        bool ahead) {
+    const long groups = inputs / GROUP;
+    for (long group = 0; group < groups; ++group) {
+        I16 dots[R][P];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int p = 0; p < P; ++p) dots[r][p] = zero_ints();
+        const long at = group * group_bytes(FORMAT);
+        // The panels that this tile's rows take next, while these are computed with.
+        if (ahead)
+#pragma GCC unroll 8
+            for (int p = 0; p < P; ++p)
+                for (long line = 0; line < group_bytes(FORMAT); line += 64)
+                    __builtin_prefetch(w[p] + P * groups * group_bytes(FORMAT) + at + line, 0, 2);
+        const int16_t* whole = x.whole + row * inputs + group * GROUP;
+        constexpr int HEADER = FORMAT == Q4_1 ? 64 : 32;
+        if constexpr (FORMAT == Q8) {
+#pragma GCC unroll 2
+            for (int pair = 0; pair < GROUP / 2; ++pair) {
+                S32 column[P];
+#pragma GCC unroll 8
+                for (int p = 0; p < P; ++p)
+                    column[p] = load_bytes(reinterpret_cast<const int8_t*>(w[p] + at + HEADER + pair * 32));
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) {
+                    const S32 a = splat_pair(whole + r * inputs + 2 * pair);
+#pragma GCC unroll 8
+                    for (int p = 0; p < P; ++p) dots[r][p] = dot_pairs(dots[r][p], column[p], a);
+                }
+            }
+        } else {
+#pragma GCC unroll 2
+            for (int quad = 0; quad < GROUP / 4; ++quad) {
+                S32 low[P], high[P];
+#pragma GCC unroll 8
+                for (int p = 0; p < P; ++p) load_nibbles(w[p] + at + HEADER + quad * 32, low[p], high[p]);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) {
+                    const S32 a = splat_pair(whole + r * inputs + 4 * quad);
+                    const S32 b = splat_pair(whole + r * inputs + 4 * quad + 2);
+#pragma GCC unroll 8
+                    for (int p = 0; p < P; ++p)
+                        dots[r][p] = dot_pairs(dot_pairs(dots[r][p], low[p], a), high[p], b);
+                }
+            }
+        }
+        F16 scale[P], least[P];
+#pragma GCC unroll 8
+        for (int p = 0; p < P; ++p) {
+            scale[p] = load_half(reinterpret_cast<const uint16_t*>(w[p] + at));
+            if constexpr (FORMAT == Q4_1) least[p] = load_half(reinterpret_cast<const uint16_t*>(w[p] + at + 32));
+            if constexpr (FORMAT == Q4_0) least[p] = scale[p] * splat(-8.0f);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const F16 step = splat(x.scales[(row + r) * groups + group]);
+            const F16 total = splat(x.sums[(row + r) * groups + group]);
+#pragma GCC unroll 8
+            for (int p = 0; p < P; ++p) {
+                acc[r][p] = fma(to_float(dots[r][p]) * step, scale[p], acc[r][p]);
+                if constexpr (FORMAT != Q8) acc[r][p] = fma(total, least[p], acc[r][p]);
+            }
+        }
+    }
+}
+
+template <int FORMAT, int R, int P, class Sink>
+__attribute__((noinline)) void tile(const Linear& weight, const Rows& x, long row, long panel, bool ahead,
+                                         const Sink& sink) {
+    F16 acc[R][P];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int p = 0; p < P; ++p) acc[r][p] = zero();
+    const long size = panel_bytes(FORMAT, weight.num_inputs);
+    if constexpr (FORMAT == F32 || FORMAT == BF16) {
+        using W = std::conditional_t<FORMAT == F32, float, uint16_t>;
+        const W* w[P];
+        for (int p = 0; p < P; ++p) w[p] = reinterpret_cast<const W*>(weight.panels + (panel + p) * size);
+        accumulate<W, R, P>(acc, x.values + row * x.stride, x.stride, w, LANES, weight.num_inputs,
+                            ahead ? long(P) * LANES * weight.num_inputs : 0);
+    } else {
+        const uint8_t* w[P];
+        for (int p = 0; p < P; ++p) w[p] = weight.panels + (panel + p) * size;
+        accumulate_quantised<FORMAT, R, P>(acc, x, row, weight.num_inputs, w, ahead);
+    }
+    sink(row, panel, acc);
+}
+
+// How many rows and panels a tile has: what the registers hold.
+template <int FORMAT>
+struct TileSize {
+    static constexpr bool IS_FLOAT = FORMAT == F32 || FORMAT == BF16;
+#if defined(KVORUM_AVX512)
+    static constexpr int ROWS = IS_FLOAT ? 6 : 4;
+    static constexpr int PANELS = IS_FLOAT ? 4 : 2;
+#else
+    static constexpr int ROWS = IS_FLOAT ? 6 : 3;
+    static constexpr int PANELS = 1;
+#endif
+};
+
+template <int FORMAT, int P, int R, class Sink>
+void row_tiles(const Linear& weight, const Rows& x, long row, long end, long panel, bool ahead, const Sink& sink) {
+    for (; row + R <= end; row += R, ahead = false) tile<FORMAT, R, P>(weight, x, row, panel, ahead, sink);
+    if constexpr (R > 1) {
+        if (row < end) row_tiles<FORMAT, P, R - 1>(weight, x, row, end, panel, ahead, sink);
+    }
+}
+
+template <int FORMAT, int STEP, class Sink>
+void format_product(const Linear& weight, const Rows& x, int num_rows, int begin, int end, const Sink& sink) {
+    using Size = TileSize<FORMAT>;
+    constexpr int PANELS = std::max(Size::PANELS, STEP);
+    constexpr int WALKED = 4;  // panels that a single row walks side by side: four streams from memory
+    for (int first = 0; first < num_rows; first += ROWS_AT_ONCE) {
+        const int last = std::min(num_rows, first + ROWS_AT_ONCE);
+        int panel = begin;
+        if (last - first == 1)
+            for (; panel + WALKED <= end; panel += WALKED) tile<FORMAT, 1, WALKED>(weight, x, first, panel, true, sink);
+        for (; panel + PANELS <= end; panel += PANELS)
+            row_tiles<FORMAT, PANELS, Size::ROWS>(weight, x, first, last, panel, true, sink);
+        for (; panel < end; panel += STEP) row_tiles<FORMAT, STEP, Size::ROWS>(weight, x, first, last, panel, true, sink);
+    }
+}
+
+// Compute panels [begin, end) of x @ weight.T; sink(row, panel, acc) takes tiles of at least STEP panels.
+template <int STEP, class Sink>
+void product(const Linear& weight, const Rows& x, int num_rows, int begin, int end, const Sink& sink) {
+    switch (weight.format) {
+        case F32: return format_product<F32, STEP>(weight, x, num_rows, begin, end, sink);
+        case BF16: return format_product<BF16, STEP>(weight, x, num_rows, begin, end, sink);
+        case Q8: return format_product<Q8, STEP>(weight, x, num_rows, begin, end, sink);
+        case Q4_1: return format_product<Q4_1, STEP>(weight, x, num_rows, begin, end, sink);
+        default: return format_product<Q4_0, STEP>(weight, x, num_rows, begin, end, sink);
+    }
+}
+
+inline bool is_quantised(const Linear& weight) { return weight.format >= Q8; }
+
+inline int num_panels(long columns) { return int((columns + LANES - 1) / LANES); }
+
+// Store a vector in the columns from `column` on, as many as there are.
+KVORUM_INLINE void store_columns(float* row, long column, long num_columns, F16 value) {
+    if (column + LANES <= num_columns) {
+        store(row + column, value);
+        return;
+    }
+    float lanes[LANES];
+    store(lanes, value);
+    std::copy(lanes, lanes + (num_columns - column), row + column);
+}
+
+// out[row][0..num_outputs) = x @ weight.T + bias, this member's share of the panels.
+inline void linear(const Member& member, const Linear& weight, const Rows& x, int num_rows, float* out, long stride) {
+    int begin, end;
+    member.share(num_panels(weight.num_outputs), 4, begin, end);
+    const auto sink = [&](long row, long panel, const auto& acc) {
+        constexpr int R = std::extent_v<std::remove_reference_t<decltype(acc)>, 0>;
+        constexpr int P = std::extent_v<std::remove_reference_t<decltype(acc)>, 1>;
+        for (int p = 0; p < P; ++p) {
+            const long column = (panel + p) * LANES;
+            const F16 bias = weight.bias == nullptr ? zero() : load(weight.bias + column);
+            for (int r = 0; r < R; ++r)
+                store_columns(out + (row + r) * stride, column, weight.num_outputs,
+                              weight.bias == nullptr ? acc[r][p] : acc[r][p] + bias);
+        }
+    };
+    product<1>(weight, x, num_rows, begin, end, sink);
+}
+
+}  // namespace kvorum

@@ -1,0 +1,77 @@
+// A team of threads inside one OpenMP region, all running the same code, with a barrier that spins and then yields.
+#pragma once
+
+#include <atomic>
+#include <omp.h>
+#include <sched.h>
+
+namespace kvorum {
+
+static inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+class Team {
+  public:
+    explicit Team(int size) : size_(size) {}
+
+    int size() const { return size_; }
+
+    void barrier() {
+        if (size_ == 1) return;
+        const unsigned turn = turn_.load(std::memory_order_relaxed);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+            arrived_.store(0, std::memory_order_relaxed);
+            turn_.store(turn + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; turn_.load(std::memory_order_acquire) == turn; ++spins) {
+            if (spins > 2000) sched_yield();
+            else relax();
+        }
+    }
+
+  private:
+    const int size_;
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<unsigned> turn_{0};
+};
+
+// A member's view of its team.
+struct Member {
+    Team& team;
+    int index;
+
+    void barrier() const { team.barrier(); }
+
+    // This member's share [begin, end) of count items, in units of `unit` items.
+    void share(int count, int unit, int& begin, int& end) const {
+        const long units = (count + unit - 1) / unit;
+        begin = int(units * index / team.size()) * unit;
+        end = int(units * (index + 1) / team.size()) * unit;
+        if (begin > count) begin = count;
+        if (end > count) end = count;
+    }
+};
+
+// Run body(member) on every member of a team; OpenMP may grant fewer threads than asked for.
+template <class Body>
+void run_team(int num_threads, const Body& body) {
+    if (num_threads <= 1) {
+        Team team(1);
+        body(Member{team, 0});
+        return;
+    }
+    Team* team = nullptr;
+#pragma omp parallel num_threads(num_threads) shared(team)
+    {
+#pragma omp single
+        team = new Team(omp_get_num_threads());
+        body(Member{*team, omp_get_thread_num()});
+    }
+    delete team;
+}
+
+}  // namespace kvorum
