@@ -53,7 +53,7 @@ class Plan:
 
     def command(self, peer: str, *, port: int, pool_tokens: int | None) -> Command:
         """Return the command line of a peer's server."""
-        launch = Launch(port, self.precision, os.cpu_count() or 1, pool_tokens)
+        launch = Launch(port, self.precision, os.cpu_count() or 1, _has_bfloat16(), pool_tokens)
         command = PEERS_BY_NAME[peer].command(launch)
         return replace(command, arguments=command.arguments + self.extra.get(peer, ()))
 
@@ -121,17 +121,19 @@ def _measure(plan: Plan, blank: Measurement, server: Server, command: Command) -
             watching.cancel()
         return summarize(results, workload.slo).as_json()
 
+    summary, error, load = None, None, ForeignLoad.begin(server)
     try:
         asyncio.run(send(warmup))
         pauses, load = Pauses(), ForeignLoad.begin(server)
-        summary = asyncio.run(send(requests))
+        found = asyncio.run(send(requests))
+        error = "; ".join(f"{count} failed: {reason}" for reason, count in found["errors"].items()) or None
+        summary = found if found["completed"] else None
     except TimeoutError:
-        return replace(blank, error=f"not done within {plan.deadline_s:g} s")
-    errors = "; ".join(f"{count} failed: {error}" for error, count in summary["errors"].items()) or None
+        error = f"not done within {plan.deadline_s:g} s"
     return replace(
         blank,
         summary=summary,
-        error=errors,
+        error=error,
         memory_bytes=server.memory_bytes(),
         foreign_cores=load.cores(server),
         paused_s=pauses.seconds,
@@ -161,6 +163,11 @@ def _described(plan: Plan) -> dict[str, Any]:
             "environment": dict(command.environment),
         }
     return described
+
+
+def _has_bfloat16() -> bool:
+    flags = Path("/proc/cpuinfo").read_text().split()
+    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def _machine() -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Who is measured, what is installed for it, and the command line that starts it: all in this one place.
 
 Everyone gets the same cores, room for the same number of KV bytes and the same longest context; everything else is the
-peer's default, or what makes it faster. Where a peer has no weights of the asked precision, it gets float32.
+peer's default, or what makes it faster. For q4_1, a peer that reads no such file gets the lightest it has: bfloat16
+where the CPU has instructions for it, else float32.
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ _SERVERS = Path(__file__).parent / "servers"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a server is to be started. pool_tokens: as in workloads.PeerWorkload."""
+    """How a server is to be started. pool_tokens: as in workloads.PeerWorkload.
+
+    has_bfloat16: whether the CPU has instructions for it; where it has none, bfloat16 is many times slower.
+    """
 
     port: int
     precision: Precision
     num_cores: int
+    has_bfloat16: bool
     pool_tokens: int | None
 
     @property
@@ -81,25 +86,32 @@ class Peer:
 
 
 def _kvorum(launch: Launch, *, policy: str) -> Command:
+    types: tuple[str, ...]
+    if launch.precision == "f32":
+        element, types = "f32", ("--dtype", "float32", "--quantization", "none", "--kv-cache-dtype", "float32")
+    else:
+        element, types = "bf16", ("--quantization", "gguf", "--kv-cache-dtype", "bfloat16")
     arguments = (
         *(ROOT / ".venv" / "bin" / "kvorum", "serve", "--model", "smollm2-135m", "--served-model-name", "model"),
         *("--port", str(launch.port), "--grpc-port", "0"),
-        *("--dtype", "float32"),
+        *types,
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_CONCURRENCY)),
         *("--kv-cache-memory-bytes", str(launch.pool_bytes())),
     )
     fields: dict[str, object] = {"ignore_eos": True}
     if launch.is_short_of_memory and policy != "full":
         fields["kvorum"] = {"policy": policy, "kv_budget": KV_BUDGET}
-    return Command(arguments, weights="f32", kv_cache="f32", request_fields=fields)
+    return Command(arguments, weights=launch.precision, kv_cache=element, request_fields=fields)
 
 
 def _vllm(launch: Launch, *, compiled: bool) -> Command:
+    is_light = launch.precision == "q4_1" and launch.has_bfloat16
+    dtype, element = ("bfloat16", "bf16") if is_light else ("float32", "f32")
     arguments = (
         *(PEERS / "vllm" / "bin" / "vllm", "serve", float32_folder(), "--served-model-name", "model"),
-        *("--port", str(launch.port), "--host", "127.0.0.1", "--dtype", "float32"),
+        *("--port", str(launch.port), "--host", "127.0.0.1", "--dtype", dtype),
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_CONCURRENCY)),
-        *("--block-size", "128", "--num-gpu-blocks-override", str(launch.pool_size("f32", unit_tokens=128))),
+        *("--block-size", "128", "--num-gpu-blocks-override", str(launch.pool_size(element, unit_tokens=128))),
         *(() if compiled else ("--enforce-eager",)),
     )
     environment = {
@@ -110,7 +122,7 @@ def _vllm(launch: Launch, *, compiled: bool) -> Command:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    return Command(arguments, weights="f32", kv_cache="f32", environment=environment)
+    return Command(arguments, weights=element, kv_cache=element, environment=environment)
 
 
 def _llamacpp(launch: Launch) -> Command:

@@ -112,7 +112,7 @@ def _wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> Non
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     while True:
         with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-            urllib.request.urlopen(f"{url}/v1/models", timeout=5).close()
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
             return
         if process.poll() is not None or time.monotonic() > deadline_s:
             tail = log.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
