@@ -156,6 +156,13 @@ class Cache:
         token_ids = torch.zeros(len(steps), dtype=torch.int64)
         return build_step(token_ids, steps, block_size=BLOCK_SIZE, tiles=self.tiles, device=self.device)
 
+    def prefill_step(self, num_tokens: int, rule: EvictionRule | None) -> TritonStep:
+        """Return a step of the last tokens of the first sequence."""
+        prefix = self.lengths[0] - num_tokens
+        step = SequenceStep(0, self.tables[0], prefix, num_tokens, prefix, rule)
+        token_ids = torch.zeros(num_tokens, dtype=torch.int64)
+        return build_step(token_ids, [step], block_size=BLOCK_SIZE, tiles=self.tiles, device=self.device)
+
     def decode_s(self, step: TritonStep, tiles: Tiles | None = None) -> float:
         """Return seconds of decode attention in one layer."""
         used = tiles or self.tiles
@@ -331,21 +338,28 @@ def decode_line(
 
 
 def sweep(device: torch.device, bandwidth: float) -> None:
-    """Try other decode tiles at one size that is all bandwidth."""
+    """Try other tiles: decode at a size that is all bandwidth, prefill at one that is all arithmetic."""
     for kv in DTYPES:
         cache = Cache([4096] * 64, "8B", DTYPES[kv], device)
         step = cache.decode_step(None)
         for slots, warps, stages in itertools.product((32, 64, 128), (4, 8), (3, 5)):
             launch = Launch(cache.tiles.decode.rows, slots, warps, stages)
-            try:
-                rate = cache.layer_bytes / cache.decode_s(step, replace(cache.tiles, decode=launch))
-            except triton.runtime.errors.OutOfResources:
-                continue
-            chosen = "  <- chosen" if launch == cache.tiles.decode else ""
-            print(
-                f"  {kv:5} {slots:4} slots {warps} warps {stages} stages: {rate / bandwidth:6.1%} of copy{chosen}",
-                flush=True,
-            )
+            taken = try_out(partial(cache.decode_s, step, replace(cache.tiles, decode=launch)))
+            print(f"  decode {kv:5} {launch}: {cache.layer_bytes / taken / bandwidth:6.1%} of copy", flush=True)
+    cache = Cache([8192], "8B", torch.bfloat16, device)
+    queries = torch.randn(8192, SHAPES["8B"][0], HEAD_DIM, dtype=torch.bfloat16, device=device)
+    for numbers in ((128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3)):
+        cache.tiles = replace(cache.tiles, prefill=Launch(*numbers))
+        taken = try_out(partial(prefill_s, cache, queries, cache.prefill_step(8192, None)))
+        print(f"  prefill {cache.tiles.prefill}: {2 * queries.numel() * 8192 / taken / 1e12:6.0f} TFLOP/s", flush=True)
+
+
+def try_out(run: Callable[[], float]) -> float:
+    """Return seconds, infinitely many where the GPU has not the shared memory or registers for it."""
+    try:
+        return run()
+    except triton.runtime.errors.OutOfResources:
+        return float("inf")
 
 
 # prefill, moves
@@ -359,13 +373,7 @@ def prefill(device: torch.device) -> None:
     ):
         cache = Cache([prefix + tokens], shape, DTYPES[kv], device)
         queries = torch.randn(tokens, SHAPES[shape][0], HEAD_DIM, dtype=torch.bfloat16, device=device)
-        times = []
-        for rule in (None, H2O):
-            steps = [SequenceStep(0, cache.tables[0], prefix, tokens, prefix, rule)]
-            ids = torch.zeros(tokens, dtype=torch.int64)
-            step = build_step(ids, steps, block_size=BLOCK_SIZE, tiles=cache.tiles, device=device)
-
-            times.append(prefill_s(cache, queries, step))
+        times = [prefill_s(cache, queries, cache.prefill_step(tokens, rule)) for rule in (None, H2O)]
         pairs = tokens * prefix + tokens * (tokens + 1) / 2
         flops = 4 * SHAPES[shape][0] * HEAD_DIM * pairs
         print(

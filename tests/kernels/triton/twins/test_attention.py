@@ -77,9 +77,11 @@ class TestPrefill:
         steps = [chunk(0, 30, RULES[rule], choose=True), chunk(20, 9, RULES[rule], gap=11, choose=True)]
         run(PagedLayer(steps)).check()
 
-    @pytest.mark.parametrize("window", [1, 7, 40])
+    @pytest.mark.parametrize("window", [1, 2, 7, 40])
     def test_sliding_windows(self, window: int) -> None:
-        run(PagedLayer([chunk(0, 50, H2O), chunk(130, 9, H2O), chunk(30, 20, H2O, gap=4)], window=window)).check()
+        """Of the 64 slots before the last chunk, one tile, its first query sees window - 1."""
+        steps = [chunk(0, 50, H2O), chunk(130, 9, H2O), chunk(30, 20, H2O, gap=4), chunk(64, 9)]
+        run(PagedLayer(steps, window=window)).check()
 
     def test_several_tiles_of_queries_and_keys(self) -> None:
         run(PagedLayer([chunk(0, 150, H2O), chunk(140, 70, H2O)], num_kv_heads=1)).check()

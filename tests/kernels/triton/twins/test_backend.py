@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from kvorum.kernels.backend import run_layers
 from kvorum.kernels.plan import EvictionRule, SequenceStep, ShrinkRequest
 from kvorum.kernels.spec import DecoderSpec, LayerSpec, Shard
 from kvorum.kernels.triton.backend import TritonBackend
-from kvorum.kernels.triton.graphs import empty_step, fill_step
+from kvorum.kernels.triton.graphs import DecodeGraphs, empty_step, fill_step
 from kvorum.kernels.triton.pool import TritonPool
+from kvorum.kernels.triton.step import TritonStep
 from kvtest.models import random_weights, reference_backend, tiny_spec
-from kvtest.paged import DEVICE, RULES, assert_near, poison
+from kvtest.paged import DEVICE, INTERPRETED, RULES, assert_near, poison
 
 NUM_BLOCKS, BLOCK_SIZE = 24, 16
 TOLERANCE = 1e-4
@@ -183,6 +186,57 @@ class TestPaths:
         assert torch.equal(found.victims, expected.victims)
         for one, other in ((found.kv, expected.kv), (found.scores, expected.scores)):
             torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+
+
+class FakeGraphs:
+    """Stands in for torch.cuda: a "graph" is the last forward pass that was run, and a replay runs it again."""
+
+    def __init__(self, backend: TritonBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._backend = backend
+        self._last: tuple[TritonPool, TritonStep, torch.Tensor] | None = None
+        self.captures = 0
+        monkeypatch.setattr(torch.cuda, "Stream", lambda _: mock.MagicMock())
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", mock.MagicMock())
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.MagicMock)
+        monkeypatch.setattr(torch.cuda, "graph", self._capture)
+
+    def forward(self, pool: TritonPool, step: TritonStep) -> torch.Tensor:
+        hidden = run_layers(self._backend, pool, step)
+        self._last = pool, step, hidden
+        return hidden
+
+    @contextmanager
+    def _capture(self, graph: mock.MagicMock, pool: object) -> Iterator[None]:
+        del pool
+        yield
+        assert self._last is not None
+        captured = self._last
+        self.captures += 1
+
+        def replay() -> None:
+            captured[2].copy_(run_layers(self._backend, *captured[:2]))
+
+        graph.replay = replay
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="real graphs are what forward uses there")
+def test_graphs_of_every_size_give_what_steps_without_them_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Both(replace(PLAIN, layers=PLAIN.layers[:1]))
+    rule = RULES["h2o_avg"]
+    both.step(SequenceStep(0, (5, 2), 0, 17, 0, rule), SequenceStep(1, (7,), 0, 3, 0), SequenceStep(2, (9,), 0, 2, 0))
+    fake = FakeGraphs(both.triton, monkeypatch)
+    graphs = DecodeGraphs(fake.forward, both.pool, extra_items=6, max_table=30)
+    monkeypatch.setattr(both.triton, "forward", lambda _, step: graphs.run(step))
+    a = replace(SequenceStep(0, (5, 2), 17, 1, 17, rule), choose_victims=True)
+    b, c = SequenceStep(1, (7,), 3, 1, 3), SequenceStep(2, (9,), 2, 1, 2, rule)
+    both.step(a, b, c)
+    both.step(replace(b, start=4, num_slots=4))
+    both.step(replace(a, start=18, num_slots=18, replace=True), replace(b, start=5, num_slots=5))
+    both.step(replace(a, start=19, num_slots=18, replace=True), replace(c, start=3, num_slots=3))
+    assert fake.captures == 3  # of 4 rows, of 1, and of 2
+    step = both.triton.prepare(both.pool, torch.zeros(2, dtype=torch.int64), [replace(c, num_tokens=2)])
+    assert not graphs.fits(step)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="no GPU")
