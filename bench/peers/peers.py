@@ -14,14 +14,15 @@ from typing import Literal
 
 from environments import PEERS, ROOT, python_of
 from models import float32_folder, float_gguf, quantised_gguf
-from workloads import MAX_CONCURRENCY, MAX_MODEL_LEN
+from workloads import LONGEST_TOKENS, MAX_CONCURRENCY, MAX_MODEL_LEN
 
 Precision = Literal["f32", "q4_1"]
 
 # Keys and values of a token of SmolLM2-135M: 30 layers, 3 KV heads of 64.
 _KV_ELEMENTS = 2 * 30 * 3 * 64
 _BYTES = {"f32": 4, "f16": 2, "bf16": 2}
-_ROOMY_POOL_TOKENS = 32_768
+# Enough for every workload; llama.cpp gives each of its slots a sixteenth of it, in f16 a whole context.
+_ROOMY_POOL_BYTES = MAX_CONCURRENCY * MAX_MODEL_LEN * _KV_ELEMENTS * _BYTES["f16"]
 KV_BUDGET = 0.25
 _KEPT_TOKENS = int(KV_BUDGET * (3_000 + 256))
 _SERVERS = Path(__file__).parent / "servers"
@@ -45,9 +46,16 @@ class Launch:
         """Whether the pool is smaller than the demand."""
         return self.pool_tokens is not None
 
+    @property
+    def max_model_len(self) -> str:
+        """Return the longest context to be set up for."""
+        return str(LONGEST_TOKENS if self.is_short_of_memory else MAX_MODEL_LEN)
+
     def pool_bytes(self) -> int:
         """Return the bytes of the KV pool, which are the same for everyone."""
-        return (self.pool_tokens or _ROOMY_POOL_TOKENS) * _KV_ELEMENTS * _BYTES["f32"]
+        if self.pool_tokens is None:
+            return _ROOMY_POOL_BYTES
+        return self.pool_tokens * _KV_ELEMENTS * _BYTES["f32" if self.precision == "f32" else "f16"]
 
     def pool_size(self, element: str, *, unit_tokens: int = 1) -> int:
         """Return how many units of unit_tokens tokens, stored as `element`, the pool's bytes hold."""
@@ -95,7 +103,7 @@ def _kvorum(launch: Launch, *, policy: str) -> Command:
         *(ROOT / ".venv" / "bin" / "kvorum", "serve", "--model", "smollm2-135m", "--served-model-name", "model"),
         *("--port", str(launch.port), "--grpc-port", "0"),
         *types,
-        *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_CONCURRENCY)),
+        *("--max-model-len", launch.max_model_len, "--max-num-seqs", str(MAX_CONCURRENCY)),
         *("--kv-cache-memory-bytes", str(launch.pool_bytes())),
     )
     fields: dict[str, object] = {"ignore_eos": True}
@@ -110,7 +118,7 @@ def _vllm(launch: Launch, *, compiled: bool) -> Command:
     arguments = (
         *(PEERS / "vllm" / "bin" / "vllm", "serve", float32_folder(), "--served-model-name", "model"),
         *("--port", str(launch.port), "--host", "127.0.0.1", "--dtype", dtype),
-        *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_CONCURRENCY)),
+        *("--max-model-len", launch.max_model_len, "--max-num-seqs", str(MAX_CONCURRENCY)),
         *("--block-size", "128", "--num-gpu-blocks-override", str(launch.pool_size(element, unit_tokens=128))),
         *(() if compiled else ("--enforce-eager",)),
     )

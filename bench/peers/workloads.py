@@ -10,7 +10,9 @@ from kvorum.cluster.bench_summary import Slo
 from kvorum.cluster.bench_workload import BenchRequest, Lengths, Workload, draw_requests
 
 VOCAB_SIZE = 49_152
-# Room for the longest request of any workload.
+# The longest request of any workload has 3,256 tokens, prompt and answer; in blocks of 128:
+LONGEST_TOKENS = 3_328
+# What servers are set up for where memory is not short.
 MAX_MODEL_LEN = 4_096
 MAX_CONCURRENCY = 16
 
@@ -21,8 +23,8 @@ _ANY = Lengths("fixed", 128, 128)
 class PeerWorkload:
     """A closed loop of `concurrency` requests at a time.
 
-    pool_tokens: the KV pool's size in tokens of float32 keys and values, where memory is what is measured; None leaves
-    room for everything. slo: what a good answer keeps to.
+    pool_tokens: the KV pool's size, where memory is what is measured; None leaves room for everything. It counts tokens
+    of float32 keys and values for weights in f32, of 16 bits a number for q4_1. slo: what a good answer keeps to.
     """
 
     title: str
@@ -54,12 +56,13 @@ WORKLOADS: Mapping[str, PeerWorkload] = {
         _work(32, Lengths("fixed", 64, 64), _ANY, shared_prefix_tokens=1_000),
         concurrency=16,
     ),
-    # Four requests want 4 x 3,256 tokens; the pool has a quarter of that, in vLLM's blocks of 128.
+    # Four requests want 13,024 tokens. vLLM's blocks have 128, one of them is never used, and it starts only when the
+    # longest context fits: this is the smallest pool in which it serves one request at a time.
     "w5": PeerWorkload(
         "w3 in a KV pool of a quarter of its demand",
         _W3,
         concurrency=4,
         slo=Slo(ttft_s=60.0, itl_s=0.25),
-        pool_tokens=26 * 128,
+        pool_tokens=LONGEST_TOKENS + 128,
     ),
 }
