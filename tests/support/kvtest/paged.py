@@ -183,6 +183,8 @@ class PagedLayer:
             victims = self.pool.victims[0, step.row].cpu().long()
             chosen = expected.victims if step.choose_victims else torch.full_like(victims, -1)
             assert torch.equal(victims, chosen), f"victims of sequence {index}: {victims} instead of {chosen}"
+            if step.rule is None:  # its blocks may be shared with a sequence that keeps logits there
+                assert bool(self.pool.logits[list(step.block_table)].isnan().all()), f"logits of sequence {index}"
             blocks_used |= set(step.block_table)
             behind = step.num_slots_after % self.pool.block_size
             if behind:
