@@ -1,4 +1,4 @@
-# make demo | serve | test | lint | protos | bench: each sets up what it needs in .venv first.
+# make demo | serve | test | lint | protos | kernels | bench: each sets up what it needs in .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
@@ -7,7 +7,7 @@ ARGS ?=
 export PYTHONSAFEPATH := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo serve test lint format protos bench clean
+.PHONY: demo serve test lint format protos kernels bench clean
 
 demo: .venv/.demo
 	$(BIN)/kvorum demo $(ARGS)
@@ -32,8 +32,11 @@ format: .venv/.dev
 protos: .venv/.dev
 	sh protos/generate.sh $(BIN)/python
 
+kernels: .venv/.demo
+	$(BIN)/python -P -m kvorum.kernels.cpu.build
+
 bench: .venv/.demo
-	$(BIN)/python -P bench/decode.py $(ARGS)
+	$(BIN)/python -P bench/cpu.py $(ARGS)
 
 clean:
 	rm -rf .venv build src/*.egg-info
@@ -46,6 +49,7 @@ define install
 	links=$$($(BIN)/python -m pip config get global.find-links 2>/dev/null || true); \
 	$(BIN)/uv pip install --quiet --python $(BIN)/python $${links:+--find-links "$$links"} \
 		--constraints constraints.txt --overrides overrides.txt --editable '.[$(1)]'
+	$(BIN)/python -P -m kvorum.kernels.cpu.build
 	touch $@
 endef
 

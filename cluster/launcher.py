@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvorum.cluster.addresses import check_reachable, choose_ports, url_host
 from kvorum.cluster.config import ClusterConfig
+from kvorum.kernels.cpu.build import CompilerError, library_path
 from kvorum.kvstore.errors import DeadlineError, KvorumError
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def running_cluster(
     )
     config = config.model_copy(update={"port": ports[0], "grpc_port": ports[1]})
     with contextlib.ExitStack() as cleanup:
+        if address is None and config.executor == "ray":
+            _prepare_kernels(config, on_phase)
         on_phase("starting Ray")
         cleanup.enter_context(_ray(config, address))
         on_phase("starting routers and engines")
@@ -75,6 +78,17 @@ def running_cluster(
             tuple(f"http://{host}:{config.port + index}" for index in range(config.num_routers)),
             tuple(f"{host}:{config.grpc_port + index}" for index in range(config.num_routers)),
         )
+
+
+def _prepare_kernels(config: ClusterConfig, on_phase: OnPhase) -> None:
+    """Compile here, where it is seen, what ranks on this machine would compile."""
+    if config.device == "cuda" or config.backend not in ("auto", "cpu"):
+        return
+    on_phase("preparing the CPU kernels")
+    try:
+        library_path()
+    except CompilerError as error:
+        logging.getLogger(__name__).warning("the slow reference back end will compute: %s", error)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from kvorum.workers.engine import Engine, build_engine
 from kvorum.workers.local import LocalExecutor
 from kvorum.workers.plan import RowPlan, Sample, SampleRequest
 from kvorum.workers.request import EngineRequest, FinishReason, KVParams, Receipt, RequestId, SamplingParams
-from kvorum.workers.worker import load_worker
+from kvorum.workers.worker import load_worker, row_by_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ async def evaluate(config: EngineConfig, windows: Sequence[Window], cases: Seque
     everything = [KVParams(), *cases]
     tallies = [_Tally() for _ in everything]
     config = replace(config, enable_prefix_caching=False, max_num_seqs=len(everything), max_num_waiting=len(everything))
-    worker, shape = load_worker(config, sampler=_Teacher(windows, tallies))
+    worker, shape = load_worker(config, sampler=row_by_row(_Teacher(windows, tallies)))
     engine = build_engine(config, shape, LocalExecutor(worker), engine_id="eval")
     await engine.start()
     try:

@@ -21,7 +21,7 @@ from kvorum.workers.checkpoint.weights import iter_weights
 from kvorum.workers.plan import StepPlan
 from kvorum.workers.request import EngineRequest, KVParams, RequestId, SamplingParams
 from kvorum.workers.scheduler import Scheduler, SchedulerLimits
-from kvorum.workers.worker import Worker, sample_row
+from kvorum.workers.worker import Worker, sample_rows
 
 BLOCK_SIZE = 16
 
@@ -62,7 +62,7 @@ class Bench:
         )
         self.scheduler = Scheduler(self.store, limits)
         pool = backend.allocate_pool(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs)
-        self.worker = Worker(backend, pool, sampler=sample_row)
+        self.worker = Worker(backend, pool, sampler=sample_rows)
         self.answers: dict[RequestId, list[int]] = {}
 
     def submit(self, name: str, prompt: Sequence[int], *, max_tokens: int, kv: KVParams) -> None:

@@ -6,12 +6,31 @@ draw. The draw takes its randomness from (seed, index in the answer) alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvorum.workers.plan import Sample, SampleRequest
 from kvorum.workers.request import SamplingParams, TokenLogprobs
 
 GREEDY_BELOW = 1e-5
+
+
+def sample_batch(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[Sample]:
+    """Draw a token from each row of logits [num_rows, vocab_size]."""
+    is_plain = [_is_plain_greedy(request) for request in requests]
+    best: list[int] = logits.argmax(dim=-1).tolist() if any(is_plain) else [0] * len(requests)
+    return [
+        Sample(token_id) if plain else sample(row, request)
+        for token_id, plain, row, request in zip(best, is_plain, logits, requests, strict=True)
+    ]
+
+
+def _is_plain_greedy(request: SampleRequest) -> bool:
+    """Say whether nothing but the largest logit matters."""
+    params = request.params
+    adjusts = params.needs_history or bool(params.logit_bias) or request.index < params.min_tokens
+    return params.temperature < GREEDY_BELOW and params.logprobs is None and not adjusts
 
 
 def sample(logits: torch.Tensor, request: SampleRequest) -> Sample:

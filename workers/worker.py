@@ -17,15 +17,25 @@ from kvorum.workers.backends import choose_device, load_backend
 from kvorum.workers.checkpoint.resolve import resolve
 from kvorum.workers.config import CPU_POOL_BYTES, EngineConfig, RankShape
 from kvorum.workers.plan import BudgetQuery, MassQuery, RowPlan, Sample, SampleRequest, StepPlan, StepResult
-from kvorum.workers.sampler import sample
+from kvorum.workers.sampler import sample_batch
 
-Sampler = Callable[[torch.Tensor, SampleRequest, RowPlan], Sample]
+# Draws the next token of each row of logits [num_rows, vocab].
+Sampler = Callable[[torch.Tensor, Sequence[RowPlan]], Sequence[Sample]]
 Progress = Callable[[int, int], None]
 
 
-def sample_row(logits: torch.Tensor, request: SampleRequest, _row: RowPlan) -> Sample:
-    """Draw a row's next token as its request says."""
-    return sample(logits, request)
+def sample_rows(logits: torch.Tensor, rows: Sequence[RowPlan]) -> Sequence[Sample]:
+    """Draw each row's next token as its request says."""
+    return sample_batch(logits, [row.sample for row in rows if row.sample is not None])
+
+
+def row_by_row(draw: Callable[[torch.Tensor, SampleRequest, RowPlan], Sample]) -> Sampler:
+    """Return a sampler that asks `draw` for each row alone."""
+
+    def draw_rows(logits: torch.Tensor, rows: Sequence[RowPlan]) -> Sequence[Sample]:
+        return [draw(each, row.sample, row) for each, row in zip(logits, rows, strict=True) if row.sample is not None]
+
+    return draw_rows
 
 
 class Worker(Generic[PoolT, StepT]):
@@ -63,11 +73,8 @@ class Worker(Generic[PoolT, StepT]):
         if not sampled:
             return {}
         logits = self._backend.logits(hidden[[last for last, _ in sampled]])
-        return {
-            row.seq_id: self._sampler(row_logits, row.sample, row)
-            for row_logits, (_, row) in zip(logits, sampled, strict=True)
-            if row.sample is not None
-        }
+        rows = [row for _, row in sampled]
+        return {row.seq_id: drawn for row, drawn in zip(rows, self._sampler(logits, rows), strict=True)}
 
     def _retained(self, plan: StepPlan) -> dict[SeqId, float]:
         queries = {}
@@ -131,7 +138,7 @@ class RankWorker(Protocol):
 
 
 def load_worker(
-    config: EngineConfig, *, on_progress: Progress | None = None, sampler: Sampler = sample_row
+    config: EngineConfig, *, on_progress: Progress | None = None, sampler: Sampler = sample_rows
 ) -> tuple[RankWorker, RankShape]:
     """Load a checkpoint onto this process's device and size the pool.
 

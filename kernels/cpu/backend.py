@@ -22,7 +22,7 @@ import torch
 from kvorum.kernels.backend import HostBlocks, SlotView, Weight
 from kvorum.kernels.cpu import pool as pool_ops
 from kvorum.kernels.cpu.library import SEQUENCE, CConfig, CLayer, CLinear, load_library
-from kvorum.kernels.cpu.pool import KV_DTYPES, LANES, CpuPool
+from kvorum.kernels.cpu.pool import KV_DTYPES, LANES, CpuPool, panels_of
 from kvorum.kernels.cpu.weights import Format, Packer
 from kvorum.kernels.plan import EvictionRule, SequenceStep, ShrinkRequest
 from kvorum.kernels.reference.layers import rotary_table
@@ -64,11 +64,22 @@ class CpuBackend:
         self.spec = spec
         self.shard = shard
         self._kv_dtype = kv_dtype
+        self._format = format
         self._num_threads = num_threads
         self._library = load_library()
         self._packer = Packer(self._library, format)
         self._ropes = tuple(dict.fromkeys(layer.rope for layer in spec.layers))
         self._decoder = c_void_p()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the linears that every step reads; an untied embedding, of which it reads a few rows, included."""
+        return self._packer.panel_bytes
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the linears are multiplied as integers."""
+        return self._format == Format.Q8
 
     def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
         """Pack the weights a layer at a time; every name of `weight_names` must come, layer after layer."""
@@ -150,17 +161,20 @@ class CpuBackend:
 
     def prepare(self, pool: CpuPool, token_ids: torch.Tensor, sequences: Sequence[SequenceStep]) -> CpuStep:
         """Lay the step out for the kernels and cut its attention into tasks."""
-        rows, tables, first_token, first_panel = [], [], 0, 0
+        panels_per_block = pool.block_size // LANES
+        rows: list[tuple[float | int, ...]] = []
+        block_ids: list[int] = []
+        first_token = 0
         for step in sequences:
-            num_slots = step.num_slots_after
+            num_blocks = -(-step.num_slots_after // pool.block_size)
+            assert num_blocks <= len(step.block_table), "block table is too short"
             assert not step.replace or step.num_tokens == 1, "victims make room for one token"
-            rows.append(_sequence_row(step, first_token=first_token, first_panel=first_panel))
-            tables.append(pool.panels(step.block_table, num_slots))
+            rows.append(_sequence_row(step, first_token=first_token, first_panel=len(block_ids) * panels_per_block))
+            block_ids += step.block_table[:num_blocks]
             first_token += step.num_tokens
-            first_panel += len(tables[-1])
         assert first_token == len(token_ids), "token_ids and sequences disagree"
         array = np.array(rows, SEQUENCE)
-        table = torch.cat(tables)
+        table = panels_of(np.array(block_ids, np.int32), panels_per_block)
         positions = torch.cat([torch.arange(step.start, step.start + step.num_tokens) for step in sequences])
         rotary = tuple(
             each.contiguous() for rope in self._ropes for each in rotary_table(rope, positions, torch.float32)
@@ -171,7 +185,7 @@ class CpuBackend:
                 byref(pool.struct),
                 array.ctypes.data,
                 len(array),
-                table.data_ptr(),
+                table.ctypes.data,
                 len(table),
                 (c_void_p * len(rotary))(*[each.data_ptr() for each in rotary]),
                 len(self._ropes),

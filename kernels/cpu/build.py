@@ -33,7 +33,7 @@ class CompilerError(Exception):
 
 def library_path(*, extra_flags: Sequence[str] = ()) -> Path:
     """Return the compiled library, compiling it first if it is not in the cache; raises CompilerError."""
-    compiler = _find_compiler()
+    compiler = find_compiler()
     flags = (*FLAGS, *extra_flags)
     path = _cache_folder() / _key(compiler, flags) / "libkvorum_cpu.so"
     if not path.exists():
@@ -48,7 +48,8 @@ def sources() -> list[Path]:
     return sorted(_NATIVE.glob("*.cc"))
 
 
-def _find_compiler() -> str:
+def find_compiler() -> str:
+    """Return the system's C++ compiler; raises CompilerError."""
     for name in _COMPILERS:
         if found := shutil.which(name):
             return found
@@ -98,6 +99,14 @@ def _processor() -> str:
     return "\n".join(line for line in first if line.split("\t", 1)[0].strip().startswith(names))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Build ahead of the first use; a machine without a compiler is told, and goes on."""
     logging.basicConfig(format="%(message)s")
-    print(library_path())
+    try:
+        library_path()
+    except CompilerError as error:
+        _log.warning("the CPU kernels were not compiled, the slow reference will compute: %s", error)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,9 @@ from ctypes import CDLL, byref
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvorum.kernels.backend import HostBlocks, SlotView
 from kvorum.kernels.cpu.library import CPool
@@ -61,10 +63,14 @@ class CpuPool:
     def panels(self, block_table: Sequence[int], num_slots: int) -> torch.Tensor:
         """Return the panels that hold a sequence's first slots: [ceil(num_slots / 16)] int32."""
         assert num_slots <= len(block_table) * self.block_size, "block table is too short"
-        per_block = self.block_size // LANES
-        blocks = torch.tensor(block_table, dtype=torch.int32)
-        panels = (blocks[:, None] * per_block + torch.arange(per_block, dtype=torch.int32)).flatten()
-        return panels[: -(-num_slots // LANES)]
+        panels = panels_of(np.array(block_table, np.int32), self.block_size // LANES)
+        return torch.from_numpy(panels[: -(-num_slots // LANES)])
+
+
+def panels_of(block_ids: NDArray[np.int32], panels_per_block: int) -> NDArray[np.int32]:
+    """Return the panels of blocks, in order."""
+    panels = np.add.outer(block_ids * panels_per_block, np.arange(panels_per_block, dtype=np.int32))
+    return np.asarray(panels.ravel(), np.int32)
 
 
 def block_bytes(spec: DecoderSpec, shard: Shard, *, block_size: int, dtype: torch.dtype) -> int:

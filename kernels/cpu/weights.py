@@ -38,6 +38,11 @@ class Packer:
         self._format = format
         self._kept: list[torch.Tensor] = []
 
+    @property
+    def panel_bytes(self) -> int:
+        """Bytes of all linears packed so far."""
+        return sum(buffer.numel() for buffer in self._kept if buffer.dtype == torch.uint8)
+
     def vector(self, values: torch.Tensor | None) -> int | None:
         """Keep a vector in float32, padded to whole panels; returns its address."""
         if values is None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvorum.workers.plan import Sample, SampleRequest
 from kvorum.workers.request import SamplingParams
-from kvorum.workers.sampler import GREEDY_BELOW, adjust, draw, sample, truncate
+from kvorum.workers.sampler import GREEDY_BELOW, adjust, draw, sample, sample_batch, truncate
 
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
 PLAIN = SamplingParams(max_tokens=100)
@@ -316,3 +316,18 @@ class TestLogprobs:
         ((token, logprob),) = found.logprobs.top
         assert token == 5
         assert logprob == pytest.approx(0.0)
+
+
+def test_a_batch_is_drawn_as_each_row_alone() -> None:
+    logits = torch.randn(6, 50, generator=torch.manual_seed(0))
+    requests = [
+        request(GREEDY),
+        request(replace(PLAIN, temperature=0.8, seed=5), index=3),
+        request(replace(GREEDY, logprobs=2)),
+        request(replace(GREEDY, logit_bias={7: 100.0})),
+        request(replace(GREEDY, min_tokens=4, stop_token_ids=(int(logits[4].argmax()),))),
+        request(replace(GREEDY, frequency_penalty=2.0), answer=[int(logits[5].argmax())]),
+    ]
+    alone = [sample(row, item) for row, item in zip(logits, requests, strict=True)]
+    assert sample_batch(logits, requests) == alone
+    assert [drawn.token_id for drawn in alone[3:]] != logits[3:].argmax(dim=-1).tolist()

@@ -16,7 +16,7 @@ from kvorum.workers.local import LocalExecutor
 from kvorum.workers.plan import RowPlan, Sample, SampleRequest, StepPlan, StepResult
 from kvorum.workers.request import EngineInfo, EngineRequest, FinishReason, KVParams, Receipt, RequestId, SamplingParams
 from kvorum.workers.sampler import sample
-from kvorum.workers.worker import Worker
+from kvorum.workers.worker import Worker, row_by_row
 
 Kept = list[list[list[int]]]
 FULL = KVParams()
@@ -53,7 +53,7 @@ class Recorder(LocalExecutor):
     """
 
     def __init__(self, backend: Backend[PoolT, StepT], pool: PoolT, *, note_kept: bool = True) -> None:
-        super().__init__(Worker(backend, pool, sampler=self._note_logits))
+        super().__init__(Worker(backend, pool, sampler=row_by_row(self._note_logits)))
         self.logits: dict[SeqId, list[torch.Tensor]] = {}
         self.kept: dict[SeqId, list[Kept]] = {}
         self.plans: list[StepPlan] = []
