@@ -5,7 +5,7 @@
 
 Needs the package, torch and triton. Sections: `check` compares every kernel with the reference back end on the GPU and
 fails the run; `decode` reads K and V at a fraction of the measured copy bandwidth, with scores off, on, and with
-victims; `prefill` gives TFLOP/s and what column sums cost; `moves` times shrinks, copies and appends; `sweep` tries
+victims; `prefill` gives TFLOP/s and what column sums cost; `moves` times shrinks and copies; `sweep` tries
 other decode tiles; `engine` decodes with a random-weight model of Llama 3 8B's shape, with and without H2O.
 """
 
@@ -25,8 +25,7 @@ import triton
 from kvorum.kernels.plan import EvictionRule, SequenceStep, ShrinkRequest
 from kvorum.kernels.reference.backend import ReferenceBackend
 from kvorum.kernels.spec import DecoderSpec, LayerSpec, RopeSpec, Shard, weight_names
-from kvorum.kernels.triton.append import Rotation, append
-from kvorum.kernels.triton.backend import TritonBackend, rotary_table
+from kvorum.kernels.triton.backend import TritonBackend
 from kvorum.kernels.triton.decode_attention import decode_attention
 from kvorum.kernels.triton.pool import TritonPool
 from kvorum.kernels.triton.prefill_attention import prefill_attention
@@ -66,28 +65,14 @@ def spec_of(
 def random_weights(spec: DecoderSpec, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Draw weights one by one, so that an 8B model fits beside its cache."""
     generator = torch.Generator(device).manual_seed(0)
-    heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed": (spec.vocab_size, spec.hidden_size),
-        "lm_head": (spec.vocab_size, spec.hidden_size),
-        "q": (heads, spec.hidden_size),
-        "k": (kv_heads, spec.hidden_size),
-        "v": (kv_heads, spec.hidden_size),
-        "o": (spec.hidden_size, heads),
-        "gate": (spec.intermediate_size, spec.hidden_size),
-        "up": (spec.intermediate_size, spec.hidden_size),
-        "down": (spec.hidden_size, spec.intermediate_size),
-        "q_norm": (spec.head_dim,),
-        "k_norm": (spec.head_dim,),
-    }
+    vocab, up = (spec.vocab_size, spec.hidden_size), (spec.intermediate_size, spec.hidden_size)
+    q, kv = ((heads * spec.head_dim, spec.hidden_size) for heads in (spec.num_heads, spec.num_kv_heads))
+    shapes: dict[str, tuple[int, ...]] = {"embed": vocab, "lm_head": vocab, "gate": up, "up": up, "down": up[::-1]}
+    shapes |= {"q": q, "k": kv, "v": kv, "o": q[::-1], "q_norm": (spec.head_dim,), "k_norm": (spec.head_dim,)}
     for name in weight_names(spec):
         shape = shapes.get(name.rsplit(".", 1)[-1], (spec.hidden_size,))
-        weight = torch.empty(shape, dtype=dtype, device=device)
-        scale = 1.0 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5
-        yield (
-            name,
-            weight.normal_(1.0 if len(shape) == 1 else 0.0, 0.1 if len(shape) == 1 else scale, generator=generator),
-        )
+        mean, deviation = (1.0, 0.1) if len(shape) == 1 else (0.0, 1.5 * shape[-1] ** -0.5)
+        yield name, torch.empty(shape, dtype=dtype, device=device).normal_(mean, deviation, generator=generator)
 
 
 def seconds(run: Callable[[], object], *, budget_s: float = 0.1) -> float:
@@ -197,7 +182,7 @@ def copy_bandwidth(device: torch.device) -> float:
 # check
 
 
-def check(device: torch.device) -> None:
+def check(device: torch.device, _bandwidth: float) -> None:
     """Compare the back end with the reference, both on the GPU; raises where they differ."""
     small = spec_of(num_layers=2, num_heads=6, num_kv_heads=2, head_dim=64)
     variant = replace(
@@ -365,7 +350,7 @@ def try_out(run: Callable[[], float]) -> float:
 # prefill, moves
 
 
-def prefill(device: torch.device) -> None:
+def prefill(device: torch.device, _bandwidth: float) -> None:
     """Print prefill attention in TFLOP/s, and what the column sums add."""
     print(f"  {'shape':8} {'kv':5} {'prefix':>7} {'tokens':>7} {'ms':>8} {'TFLOP/s':>8} {'scores':>8}")
     for (shape, kv), (prefix, tokens) in itertools.product(
@@ -389,8 +374,8 @@ def prefill_s(cache: Cache, queries: torch.Tensor, step: TritonStep) -> float:
     return seconds(lambda: prefill_attention(queries, layer, step, out, sliding_window=None, tiles=cache.tiles))
 
 
-def moves(device: torch.device) -> None:
-    """Print what shrinks, copies and appends take."""
+def moves(device: torch.device, _bandwidth: float) -> None:
+    """Print what shrinks and copies take."""
     spec = spec_of(num_layers=32, num_heads=32, num_kv_heads=8)
     backend = TritonBackend(spec, Shard.whole(spec), dtype=torch.bfloat16, device=device)
     pool = backend.allocate_pool(num_blocks=4096, block_size=BLOCK_SIZE, max_num_seqs=256)
@@ -404,18 +389,12 @@ def moves(device: torch.device) -> None:
     backend.copy_blocks(pool, range(1024), range(1024, 2048))
     taken = timed(lambda: backend.copy_blocks(pool, range(1024), range(1024, 2048)), 3)
     print(f"  copy 1024 blocks: {2 * 1024 * backend.block_bytes(BLOCK_SIZE) / taken / 1e9:.0f} GB/s read and written")
-    cache = Cache([1024] * 256, "8B", torch.bfloat16, device)
-    rotation = Rotation(rotary_table(spec.layers[0].rope, 4096, device), 1.0, None, None, 1e-5, 0.0)
-    qkv = torch.randn(256, (32 + 16) * HEAD_DIM, dtype=torch.bfloat16, device=device)
-    step = cache.decode_step(H2O)
-    taken = seconds(lambda: append(qkv, rotation, cache.pool.layer(0), step))
-    print(f"  append 256 tokens, 8B: {taken * 1e6:.1f} us")
 
 
 # engine
 
 
-def engine(device: torch.device) -> None:
+def engine(device: torch.device, _bandwidth: float) -> None:
     """Print tokens per second of whole steps: prepare, forward as a graph, logits, the tokens back on the host."""
     spec = spec_of(num_layers=32, num_heads=32, num_kv_heads=8, hidden=4096, mlp=14336)
     backend = TritonBackend(spec, Shard.whole(spec), dtype=torch.bfloat16, device=device)
@@ -487,12 +466,14 @@ def decode_steps_s(
     return statistics.median(times[4:])
 
 
+SECTIONS = {"check": check, "decode": decode, "prefill": prefill, "moves": moves, "engine": engine, "sweep": sweep}
+
+
 @torch.inference_mode()
 def main() -> None:
     """Run the sections."""
-    sections = ("check", "decode", "prefill", "moves", "engine", "sweep")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=sections, default=sections, help="sections to run")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "no GPU\n")
@@ -502,23 +483,15 @@ def main() -> None:
     bandwidth = copy_bandwidth(device)
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton.__version__}")
     print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s, read and written")
-    runs: dict[str, Callable[[], None]] = {
-        "check": lambda: check(device),
-        "decode": lambda: decode(device, bandwidth),
-        "prefill": lambda: prefill(device),
-        "moves": lambda: moves(device),
-        "engine": lambda: engine(device),
-        "sweep": lambda: sweep(device, bandwidth),
-    }
-    for section in sections:
+    for name, section in SECTIONS.items():
         elapsed = time.monotonic() - start
-        if section not in args.only:
+        if name not in args.only:
             continue
         if elapsed > TIME_LIMIT_S - 60:
-            print(f"{section}: skipped, {elapsed:.0f} s are over")
+            print(f"{name}: skipped, {elapsed:.0f} s are over")
             continue
-        print(f"{section} ({elapsed:.0f} s)", flush=True)
-        runs[section]()
+        print(f"{name} ({elapsed:.0f} s)", flush=True)
+        section(device, bandwidth)
         torch.cuda.empty_cache()
     print(f"done in {time.monotonic() - start:.0f} s")
 
