@@ -15,6 +15,8 @@ import json
 import os
 import platform
 import shlex
+import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -62,6 +64,7 @@ def main() -> None:
     """Install, measure round by round, print, and keep what was measured after every step."""
     args = _parse()
     plan = _plan(args)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the running server is stopped
     console = Console(width=max(_TABLE_WIDTH, Console().width))
     for name in plan.peers:
         _install(PEERS_BY_NAME[name])
