@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +22,9 @@ from kvorum.workers.checkpoint.resolve import Checkpoint
 from kvorum.workers.checkpoint.weights import iter_stored_weights, iter_weights
 from kvorum.workers.config import EngineConfig
 
+if TYPE_CHECKING:
+    from kvorum.kernels.triton.backend import TritonBackend
+
 Progress = Callable[[int, int], None]
 
 _log = logging.getLogger(__name__)
@@ -35,7 +40,7 @@ _KV_TYPES = {
 
 def load_backend(
     config: EngineConfig, checkpoint: Checkpoint, *, on_progress: Progress | None = None
-) -> ReferenceBackend | CpuBackend:
+) -> ReferenceBackend | CpuBackend | TritonBackend:
     """Choose a back end and load the model's weights into it.
 
     Raises:
@@ -45,6 +50,10 @@ def load_backend(
     device = choose_device(config.device)
     if _runs_on_cpu_kernels(config, checkpoint, device):
         return _load_cpu(config, checkpoint, on_progress)
+    if config.quantization in ("gguf", "int8"):
+        raise UnsupportedError(f"quantization {config.quantization}: only the CPU back end computes with it")
+    if _runs_on_triton(config, device):
+        return _load_triton(config, checkpoint, device, on_progress)
     return _load_reference(config, checkpoint, device, on_progress)
 
 
@@ -66,7 +75,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _runs_on_cpu_kernels(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> bool:
     """Say whether the C++ kernels compute; warns where they should and cannot."""
-    if config.backend == "reference" or (config.backend == "auto" and device.type != "cpu"):
+    if config.backend in ("reference", "triton") or (config.backend == "auto" and device.type != "cpu"):
         return False
     reason = _why_not_cpu_kernels(config, checkpoint, device)
     if reason is None:
@@ -114,11 +123,43 @@ def _load_cpu(config: EngineConfig, checkpoint: Checkpoint, on_progress: Progres
     return backend
 
 
+def _runs_on_triton(config: EngineConfig, device: torch.device) -> bool:
+    """Say whether the Triton kernels compute; warns where they should and cannot."""
+    if config.backend == "reference" or (config.backend == "auto" and device.type != "cuda"):
+        return False
+    reason = None
+    if device.type != "cuda":
+        reason = f"device is {device.type}"
+    elif importlib.util.find_spec("triton") is None:
+        reason = "the package triton is not installed (pip install kvorum[gpu])"
+    if reason is None:
+        return True
+    if config.backend == "triton":
+        raise UnsupportedError(f"backend triton: {reason}")
+    _log.warning("the reference back end computes, which is slow: %s", reason)
+    return False
+
+
+def _load_triton(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, on_progress: Progress | None
+) -> TritonBackend:
+    from kvorum.kernels.triton.backend import TritonBackend
+
+    torch.cuda.set_device(device)
+    dtype = choose_dtype(config.dtype, device)
+    kv_dtype = None if config.kv_cache_dtype == "auto" else _KV_TYPES[config.kv_cache_dtype]
+    shard = Shard.whole(checkpoint.spec)
+    try:
+        backend = TritonBackend(checkpoint.spec, shard, dtype=dtype, device=device, kv_dtype=kv_dtype)
+    except ValueError as error:
+        raise UnsupportedError(f"backend triton: {error}") from error
+    backend.load(iter_weights(checkpoint, shard, dtype=dtype, on_progress=on_progress))
+    return backend
+
+
 def _load_reference(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, on_progress: Progress | None
 ) -> ReferenceBackend:
-    if config.quantization in ("gguf", "int8"):
-        raise UnsupportedError(f"quantization {config.quantization}: only the CPU back end computes with it")
     dtype = choose_dtype(config.dtype, device)
     if config.kv_cache_dtype != "auto" and _KV_TYPES[config.kv_cache_dtype] != dtype:
         raise UnsupportedError(f"kv_cache_dtype {config.kv_cache_dtype}: the reference back end keeps K and V in dtype")

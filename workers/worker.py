@@ -9,6 +9,7 @@ import torch
 
 from kvorum.kernels.backend import Backend, PoolT, SlotView, StepT
 from kvorum.kernels.cpu.backend import CpuBackend
+from kvorum.kernels.reference.backend import ReferenceBackend
 from kvorum.kvstore.device import DeviceStore
 from kvorum.kvstore.ops import Residence
 from kvorum.kvstore.retention import mass_given, retained_mass, smallest_budget
@@ -150,7 +151,10 @@ def load_worker(
     """
     checkpoint = resolve(config.model)
     backend = load_backend(config, checkpoint, on_progress=on_progress)
+    # One call for each kind, so that each keeps its own types of pool and step.
     if isinstance(backend, CpuBackend):
+        return _make_worker(backend, config, sampler)
+    if isinstance(backend, ReferenceBackend):
         return _make_worker(backend, config, sampler)
     return _make_worker(backend, config, sampler)
 

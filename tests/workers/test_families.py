@@ -12,14 +12,18 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from kvorum.kernels.backend import Backend, StepT
+from kvorum.kernels.cpu.backend import CpuBackend
 from kvorum.kernels.reference.backend import ReferenceBackend
 from kvorum.kernels.spec import Shard
 from kvorum.kvstore.types import SeqId
+from kvorum.workers.backends import load_backend
 from kvorum.workers.checkpoint.resolve import resolve
 from kvorum.workers.checkpoint.weights import iter_weights
+from kvorum.workers.config import EngineConfig
 from kvorum.workers.request import KVParams
 from kvtest.checkpoints import ATTENTIONS, FAMILIES, tiny_checkpoint, tiny_gguf
-from kvtest.engines import request, rig
+from kvtest.engines import PoisonT, request, rig
 
 MAX_TOKENS = 12
 # Shorter than, longer than and many times the sliding window of 5; below and beyond a block and a tile of queries.
@@ -51,6 +55,13 @@ class Generated:
     logits: torch.Tensor
 
 
+def load_cpu(path: Path) -> CpuBackend:
+    config = EngineConfig(model=str(path), model_name="tiny", device="cpu", backend="cpu", dtype="float32")
+    backend = load_backend(config, resolve(str(path)))
+    assert isinstance(backend, CpuBackend)
+    return backend
+
+
 def load(path: Path) -> ReferenceBackend:
     checkpoint = resolve(str(path))
     shard = Shard.whole(checkpoint.spec)
@@ -59,7 +70,7 @@ def load(path: Path) -> ReferenceBackend:
     return backend
 
 
-def generate(backend: ReferenceBackend, kv: KVParams) -> list[Generated]:
+def generate(backend: Backend[PoisonT, StepT], kv: KVParams) -> list[Generated]:
     """Answer all prompts in one batch."""
     items = [request(str(index), prompt, max_tokens=MAX_TOKENS, kv=kv) for index, prompt in enumerate(prompts())]
 
@@ -101,7 +112,7 @@ def assert_greedy(generated: Generated, expected: torch.Tensor) -> None:
 def test_a_folder_answers_as_transformers_does(tmp_path: Path, family: str, attention: str) -> None:
     num_heads, num_kv_heads = ATTENTIONS[attention]
     model = tiny_checkpoint(family, tmp_path, num_heads=num_heads, num_kv_heads=num_kv_heads)
-    for generated in generate(load(tmp_path), KVParams()):
+    for generated in generate(load(tmp_path), KVParams()) + generate(load_cpu(tmp_path), KVParams()):
         assert_greedy(generated, transformers_logits(model, generated))
 
 
@@ -111,7 +122,7 @@ def test_a_gguf_file_answers_as_transformers_does(tmp_path: Path, family: str, a
     num_heads, num_kv_heads = ATTENTIONS[attention]
     path = tmp_path / "tiny.gguf"
     model = tiny_gguf(path, family, num_heads=num_heads, num_kv_heads=num_kv_heads)
-    for generated in generate(load(path), KVParams()):
+    for generated in generate(load(path), KVParams()) + generate(load_cpu(path), KVParams()):
         assert_greedy(generated, transformers_logits(model, generated))
 
 

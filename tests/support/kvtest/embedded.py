@@ -9,10 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from kvorum.kernels.cpu.backend import CpuBackend
 from kvorum.kernels.reference.backend import ReferenceBackend
 from kvorum.kernels.spec import Shard
+from kvorum.workers.backends import load_backend
 from kvorum.workers.checkpoint.resolve import Checkpoint, resolve
 from kvorum.workers.checkpoint.weights import iter_weights
+from kvorum.workers.config import EngineConfig
 from kvtest.prose import prose
 
 QUESTIONS = (
@@ -40,6 +43,14 @@ def embedded_backend(dtype: torch.dtype = torch.float32) -> ReferenceBackend:
     shard = Shard.whole(checkpoint.spec)
     backend = ReferenceBackend(checkpoint.spec, shard, dtype=dtype, device=torch.device("cpu"))
     backend.load(iter_weights(checkpoint, shard, dtype=dtype))
+    return backend
+
+
+def embedded_cpu_backend(**options: str) -> CpuBackend:
+    """Return the CPU back end with the embedded model's weights; options are EngineConfig's."""
+    config = EngineConfig(model="smollm2-135m", model_name="smollm2-135m", backend="cpu", **options)  # type: ignore[arg-type]
+    backend = load_backend(config, embedded_checkpoint())
+    assert isinstance(backend, CpuBackend)
     return backend
 
 
