@@ -194,7 +194,9 @@ def _keep(path: Path | None, report: Mapping[str, Any]) -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="[%(default)s]")
-    parser.add_argument("--peers", default="kvorum,vllm,llamacpp,openvino", help=f"of {', '.join(PEERS_BY_NAME)}")
+    parser.add_argument(
+        "--peers", default="kvorum,vllm-compiled,llamacpp,openvino", help=f"of {', '.join(PEERS_BY_NAME)}"
+    )
     parser.add_argument("--precision", choices=("f32", "q4_1"), default="f32", help="of the weights [%(default)s]")
     parser.add_argument("--rounds", type=int, default=3, help="[%(default)s]")
     parser.add_argument("--scale", type=float, default=1.0, help="share of each workload's requests [%(default)g]")
