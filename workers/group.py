@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar, cast
 
 import ray
 from ray.actor import ActorClass
@@ -16,6 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvorum.kvstore.errors import EngineLostError, KvorumError
+from kvorum.workers.channel import ChannelAddress, ChannelClient, ChannelServer
 from kvorum.workers.config import COMPUTE_ENVIRONMENT, EngineConfig, RankShape
 from kvorum.workers.engine import Engine, build_engine
 from kvorum.workers.plan import BudgetQuery, MassQuery, StepPlan, StepResult
@@ -30,7 +32,7 @@ ResultT = TypeVar("ResultT")
 
 
 class _RankActor:
-    """Holds a Worker; calls of the group `control` are answered while a step runs."""
+    """Holds a Worker, which the engine calls over a channel of its own; Ray's calls are for control."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -56,22 +58,11 @@ class _RankActor:
         """Answer."""
 
     @ray.method
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Carry out a step."""
+    def open_channel(self) -> ChannelAddress:
+        """Begin to listen for the engine, which calls the worker from here on."""
         assert self._worker is not None
-        return self._worker.execute(plan)
-
-    @ray.method
-    def retained_masses(self, queries: Sequence[MassQuery]) -> list[float]:
-        """Measure retained masses."""
-        assert self._worker is not None
-        return self._worker.retained_masses(queries)
-
-    @ray.method
-    def smallest_budgets(self, queries: Sequence[BudgetQuery]) -> list[int]:
-        """Find budgets that keep floors."""
-        assert self._worker is not None
-        return self._worker.smallest_budgets(queries)
+        self._channel = ChannelServer(self._worker, host=ray.util.get_node_ip_address())
+        return self._channel.address
 
 
 # Ray's type stubs do not know concurrency_groups.
@@ -89,6 +80,8 @@ class RayExecutor:
             runtime_env={"env_vars": COMPUTE_ENVIRONMENT},
             scheduling_strategy=PlacementGroupSchedulingStrategy(group),
         ).remote(config)
+        self._channel: ChannelClient | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="channel")
 
     async def load(self, on_progress: Progress) -> RankShape:
         """Load the model; raises CheckpointError when it cannot be read, EngineLostError when the rank dies."""
@@ -96,20 +89,27 @@ class RayExecutor:
         while True:
             done, _ = await asyncio.wait({loading}, timeout=PROGRESS_PERIOD_S)
             if done:
-                return loading.result()
+                break
             on_progress(*await _alive(self._rank.progress.remote()))
+        shape = loading.result()
+        self._channel = await asyncio.to_thread(ChannelClient, await _alive(self._rank.open_channel.remote()))
+        return shape
 
     async def execute(self, plan: StepPlan) -> StepResult:
         """Carry out a step."""
-        return await _alive(self._rank.execute.remote(plan))
+        return cast("StepResult", await self._call("execute", plan))
 
     async def retained_masses(self, queries: Sequence[MassQuery]) -> list[float]:
         """Measure retained masses."""
-        return await _alive(self._rank.retained_masses.remote(queries))
+        return cast("list[float]", await self._call("retained_masses", queries))
 
     async def smallest_budgets(self, queries: Sequence[BudgetQuery]) -> list[int]:
         """Find budgets that keep floors."""
-        return await _alive(self._rank.smallest_budgets.remote(queries))
+        return cast("list[int]", await self._call("smallest_budgets", queries))
+
+    async def _call(self, method: str, argument: object) -> object:
+        assert self._channel is not None, "load comes first"
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._channel.call, method, argument)
 
     async def check_health(self) -> None:
         """Raise EngineLostError when the rank is dead or does not answer."""
@@ -121,6 +121,9 @@ class RayExecutor:
 
     async def stop(self) -> None:
         """Kill the rank and give its resources back."""
+        if self._channel is not None:
+            self._channel.close()
+        self._thread.shutdown(wait=False)
         ray.kill(self._rank)  # type: ignore[arg-type]  # Ray's types say that options().remote() may be the class
         remove_placement_group(self._group)
 
