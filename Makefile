@@ -1,4 +1,4 @@
-# make demo | serve | test | lint | protos | kernels | bench: each sets up what it needs in .venv first.
+# make demo | serve | test | lint | protos | kernels | bench | bench-gpu | bench-peers: each sets up what it needs in .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
@@ -7,7 +7,7 @@ ARGS ?=
 export PYTHONSAFEPATH := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo serve test lint format protos kernels bench clean
+.PHONY: demo serve test lint format protos kernels bench bench-gpu bench-peers clean
 
 demo: .venv/.demo
 	$(BIN)/kvorum demo $(ARGS)
@@ -37,6 +37,12 @@ kernels: .venv/.demo
 
 bench: .venv/.demo
 	$(BIN)/python -P bench/cpu.py $(ARGS)
+
+bench-gpu: .venv/.demo
+	$(BIN)/python -P bench/gpu.py $(ARGS)
+
+bench-peers: .venv/.dev
+	$(BIN)/python -P bench/peers/run.py $(ARGS)
 
 clean:
 	rm -rf .venv build src/*.egg-info

@@ -2,8 +2,8 @@
 
     make bench ARGS="--rounds 5 --json out.json"
 
-1. Measures the machine: reading memory, float multiply-adds, int16 dot products (native/floor.cc); memory again in
-   every round, since other users of the host take their share of it.
+1. Measures the machine in every round, since other users of the host take their share of it: reading memory, float
+   multiply-adds, int16 dot products (native/floor.cc).
 2. Times decode steps at several batch sizes, by turns: `full`, with scores, with victims chosen and replaced.
 3. Prints each against its floor, and the ratios to quote: medians over rounds of the ratio within a round.
 
@@ -53,11 +53,20 @@ _NATIVE = Path(__file__).parent / "native" / "floor.cc"
 _HEADERS = Path(__file__).parents[1] / "kernels" / "cpu" / "native"
 
 
-class Machine:
+@dataclass(frozen=True)
+class Speeds:
     """What all cores reach together, per second: bytes read, operations of float multiply-adds and of int16 dots."""
 
+    read_bytes: float
+    fma_flops: float
+    dot_ops: float
+
+
+class Machine:
+    """Measures what this machine can do, by native/floor.cc."""
+
     def __init__(self, num_threads: int) -> None:
-        """Compile native/floor.cc and measure arithmetic."""
+        """Compile it."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "floor.so"
             command = [find_compiler(), *FLAGS, "-w", f"-I{_HEADERS}", str(_NATIVE), "-o", str(path)]
@@ -67,15 +76,16 @@ class Machine:
             getattr(self._library, name).restype = ctypes.c_double
         self._numbers = huge_zeros((2**26,), torch.float32).fill_(1.0)
         self.num_threads = num_threads
-        turns = ctypes.c_int64(20_000_000)
-        self.fma_flops: float = self._library.kvorum_fma_rate(num_threads, turns)
-        self.dot_ops: float = self._library.kvorum_dot_rate(num_threads, turns)
 
-    def read_bytes(self) -> float:
-        """Measure how fast memory is read now."""
+    def speeds(self) -> Speeds:
+        """Measure."""
         address, count = ctypes.c_void_p(self._numbers.data_ptr()), ctypes.c_int64(self._numbers.numel())
-        rate: float = self._library.kvorum_read_bandwidth(address, count, self.num_threads, 4)
-        return rate
+        threads, turns = self.num_threads, ctypes.c_int64(5_000_000)
+        return Speeds(
+            read_bytes=self._library.kvorum_read_bandwidth(address, count, threads, 4),
+            fma_flops=max(self._library.kvorum_fma_rate(threads, turns) for _ in range(2)),
+            dot_ops=max(self._library.kvorum_dot_rate(threads, turns) for _ in range(2)),
+        )
 
 
 @dataclass(frozen=True)
@@ -126,9 +136,10 @@ def main() -> None:
     args = parser.parse_args()
 
     machine = Machine(torch.get_num_threads())
+    speeds = machine.speeds()
     print(
-        f"{machine.num_threads} threads: read {machine.read_bytes() / 1e9:.1f} GB/s, "
-        f"multiply-add {machine.fma_flops / 1e9:.0f} GFLOP/s, int16 dot {machine.dot_ops / 1e9:.0f} GOP/s\n"
+        f"{machine.num_threads} threads: read {speeds.read_bytes / 1e9:.1f} GB/s, "
+        f"multiply-add {speeds.fma_flops / 1e9:.0f} GFLOP/s, int16 dot {speeds.dot_ops / 1e9:.0f} GOP/s\n"
     )
     results = []
     for weights in args.weights:
@@ -169,10 +180,10 @@ def time_cases(
     tables = [tuple(order[i * per_sequence : (i + 1) * per_sequence]) for i in range(batch)]
     timings = [Timing(weights, case) for case in cases]
     for _ in range(rounds):
-        read_bytes = machine.read_bytes()
+        speeds = machine.speeds()
         for timing in timings:
             timing.step_ms.append(min(step_ms(backend, pool, timing.case, tables) for _ in range(steps)))
-            timing.floor_ms.append(floor_ms(backend, timing.case, machine, read_bytes=read_bytes))
+            timing.floor_ms.append(floor_ms(backend, timing.case, speeds))
             timing.full_ms.append(timings[0].step_ms[-1])
     print(f"{weights}, batch {batch}, {slots} tokens of context", *(timing.line() for timing in timings), sep="\n")
     return timings
@@ -200,19 +211,19 @@ def step_ms(backend: CpuBackend, pool: CpuPool, case: Case, tables: Sequence[tup
     return (time.perf_counter() - start_s) * 1e3
 
 
-def floor_ms(backend: CpuBackend, case: Case, machine: Machine, *, read_bytes: float) -> float:
-    """Return the least time that a step can take on this machine."""
+def floor_ms(backend: CpuBackend, case: Case, speeds: Speeds) -> float:
+    """Return the least time that a step can take at these speeds."""
     spec = backend.spec
     multiplies = case.batch * matrix_elements(spec)
-    rate = machine.dot_ops if backend.is_quantized else machine.fma_flops
-    linear_s = max(backend.weight_bytes / read_bytes, 2 * multiplies / rate)
+    rate = speeds.dot_ops if backend.is_quantized else speeds.fma_flops
+    linear_s = max(backend.weight_bytes / speeds.read_bytes, 2 * multiplies / rate)
     slots = case.batch * case.slots
     attention_flops = 4 * slots * spec.num_layers * spec.num_heads * spec.head_dim
     slot_bytes = backend.block_bytes(BLOCK_SIZE) // BLOCK_SIZE
     pairs = spec.num_layers * spec.num_kv_heads
     # Beside K and V: a score is read and written, a position is read to choose a victim.
     unread = 8 * pairs - (8 * pairs if case.keeps_scores else 0) - (4 * pairs if case.evicts else 0)
-    attention_s = max(slots * (slot_bytes - unread) / read_bytes, attention_flops / machine.fma_flops)
+    attention_s = max(slots * (slot_bytes - unread) / speeds.read_bytes, attention_flops / speeds.fma_flops)
     return (linear_s + attention_s) * 1e3
 
 

@@ -34,7 +34,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     out = capsys.readouterr().out
-    assert all(command in out for command in ("serve", "generate", "demo", "plan", "lab", "eval"))
+    assert all(command in out for command in ("serve", "generate", "demo", "plan", "lab", "eval", "bench"))
 
 
 @pytest.mark.parametrize("arguments", [(), ("frob",), ("--frob",)])

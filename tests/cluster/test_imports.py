@@ -7,7 +7,18 @@ import sys
 
 import pytest
 
-MODULES = ("cli", "router", "engine_deployment", "app", "launcher", "serve_command", "generate_command", "demo", "plan")
+MODULES = (
+    "cli",
+    "router",
+    "engine_deployment",
+    "app",
+    "launcher",
+    "serve_command",
+    "generate_command",
+    "demo",
+    "plan",
+    "bench_command",
+)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -1,74 +1,20 @@
 #include "attention.h"
 
-#include <limits>
 #include <numeric>
+
+#include "paged_products.h"
+#include "ranking.h"
 
 namespace kvorum {
 namespace {
 
 constexpr int MAX_GROUP = 256;
-constexpr float INFINITE = std::numeric_limits<float>::infinity();
-#if defined(KVORUM_AVX512)
-constexpr int ROWS = 6, COLUMNS = 4;
-#else
-constexpr int ROWS = 6, COLUMNS = 1;
-#endif
-constexpr int VALUE_PANELS = 8;   // panels of V that stay in the first cache while a tile's rows pass
 
 int padded(int slots) { return (slots + LANES - 1) / LANES * LANES; }
 
-// The lowest-ranked slot so far, lane by lane; positions and slots as floats, exact up to 2^24.
-struct Lowest {
-    float value[LANES], position[LANES], slot[LANES];
-
-    void clear() {
-        std::fill(value, value + LANES, INFINITE);
-        std::fill(position, position + LANES, INFINITE);
-        std::fill(slot, slot + LANES, 0.0f);
-    }
-
-    // Offer 16 slots from `first` on, `count` of which are in use.
-    void offer(const Sequence& rule, F16 scores, F16 positions, int first, int count) {
-        F16 worth = rule.by_age ? zero() : scores;
-        if (rule.per_lifetime && !rule.by_age) worth = scores / lifetimes(rule, positions);
-        const M16 kept = (positions < splat(float(rule.sink_tokens)))
-                         | (splat(float(rule.newest() - rule.recent_tokens)) < positions);
-        const F16 slots = load(COUNT) + splat(float(first));
-        take(select(kept, splat(INFINITE), worth), positions, slots, load(COUNT) < splat(float(count)));
-    }
-
-    void merge(const Lowest& other) {
-        take(load(other.value), load(other.position), load(other.slot), load(other.position) < splat(INFINITE));
-    }
-
-    int victim() const {
-        int best = 0;
-        for (int i = 1; i < LANES; ++i)
-            if (value[i] < value[best] || (value[i] == value[best] && position[i] < position[best])) best = i;
-        return int(slot[best]);
-    }
-
-  private:
-    void take(F16 values, F16 positions, F16 slots, M16 offered) {
-        const F16 best = load(value), at = load(position);
-        const M16 taken = ((values < best) | ((values == best) & (positions < at))) & offered;
-        store(value, select(taken, values, best));
-        store(position, select(taken, positions, at));
-        store(slot, select(taken, slots, load(slot)));
-    }
-
-    static F16 lifetimes(const Sequence& rule, F16 positions) {
-        const F16 since = max(positions, splat(float(rule.observe_from)));
-        const F16 queries = max(splat(1.0f), splat(float(rule.newest() + 1)) - since);
-        if (rule.decay == 1.0) return queries;
-        const F16 decayed = exp(queries * splat(float(std::log(rule.decay))));
-        return (splat(1.0f) - decayed) * splat(float(1.0 / (1.0 - rule.decay)));
-    }
-};
-
 // What a decode task leaves: for each query head the largest logit, the sum of exponentials, the factor that combining
-// finds for them, and the weighted values; for sequences
-// with scores, the exponentials [group_size][padded slots] and the lowest-ranked of its slots.
+// finds for them, and the weighted values; for sequences with scores, the exponentials [group_size][padded slots] and
+// the lowest-ranked of its slots.
 struct Partial {
     float *largest, *total, *factor, *output, *exponentials;
     Lowest* lowest;
@@ -85,134 +31,6 @@ struct Partial {
         return 3 * group_size + group_size * head_dim + LOWEST_SIZE + (keeps_scores ? group_size * padded(slots) : 0);
     }
 };
-
-template <class W, int R, int P>
-KVORUM_INLINE void logits_tile(const Pool& pool, const int32_t* panels, long base, const float* queries, long query_stride,
-                               float* logits, long stride) {
-    F16 acc[R][P];
-    const W* keys[P];
-    const float* scales[P];
-#pragma GCC unroll 8
-    for (int p = 0; p < P; ++p) {
-        const PanelOf<W> at = panel_at<W>(pool, base + panels[p]);
-        keys[p] = at.keys;
-        scales[p] = at.key_scales;
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) acc[r][p] = zero();
-    }
-    // V lies behind K: fetch it meanwhile.
-    accumulate<W, R, P>(acc, queries, query_stride, keys, LANES, pool.head_dim, long(LANES) * pool.head_dim);
-#pragma GCC unroll 8
-    for (int p = 0; p < P; ++p) {
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            if constexpr (std::is_same_v<W, int8_t>) acc[r][p] = acc[r][p] * load(scales[p]);
-            store(logits + r * stride + p * LANES, acc[r][p]);
-        }
-    }
-}
-
-template <class W, int P, int R>
-void logits_rows(const Pool& pool, const int32_t* panels, long base, const float* queries, long query_stride, int rows,
-                 float* logits, long stride) {
-    int row = 0;
-    for (; row + R <= rows; row += R)
-        logits_tile<W, R, P>(pool, panels, base, queries + row * query_stride, query_stride, logits + row * stride, stride);
-    if constexpr (R > 1)
-        if (row < rows)
-            logits_rows<W, P, R - 1>(pool, panels, base, queries + row * query_stride, query_stride, rows - row,
-                                     logits + row * stride, stride);
-}
-
-// logits[row][slot] = queries[row] . keys[slot] for whole panels.
-template <class W>
-void compute_logits(const Pool& pool, const int32_t* panels, int num_panels, long base, const float* queries,
-                    long query_stride, int rows, float* logits, long stride) {
-    constexpr int P = 4;
-    int panel = 0;
-    for (; panel + P <= num_panels; panel += P)
-        logits_rows<W, P, ROWS>(pool, panels + panel, base, queries, query_stride, rows, logits + panel * LANES, stride);
-    for (; panel < num_panels; ++panel)
-        logits_rows<W, 1, ROWS>(pool, panels + panel, base, queries, query_stride, rows, logits + panel * LANES, stride);
-}
-
-// Panels whose K comes next, to be fetched while V is computed with.
-struct Ahead {
-    const int32_t* panels;
-    int count;
-    long base;
-
-    template <class W>
-    KVORUM_INLINE void fetch(const Ahead& ahead, const Pool& pool, int panel) {
-        if (panel >= ahead.count) return;
-        const char* keys = reinterpret_cast<const char*>(panel_at<W>(pool, ahead.base + ahead.panels[panel]).keys);
-        for (long byte = 0; byte < long(sizeof(W)) * LANES * pool.head_dim; byte += 64)
-            __builtin_prefetch(keys + byte, 0, 2);
-    }
-};
-
-template <class W, int R, int C>
-KVORUM_INLINE void values_tile(const Pool& pool, const int32_t* panels, int slots, long base, const float* weights,
-                               long stride, float* output, long output_stride, int column, const Ahead& ahead) {
-    F16 acc[R][C];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) acc[r][c] = load(output + r * output_stride + column + c * LANES);
-    for (int first = 0, panel = 0; first < slots; first += LANES, ++panel) {
-        const W* values = panel_at<W>(pool, base + panels[panel]).values + column;
-        if (column == 0) Ahead::fetch<W>(ahead, pool, panel);
-        const W* columns[C];
-#pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) columns[c] = values + c * LANES;
-        accumulate<W, R, C>(acc, weights + first, stride, columns, pool.head_dim, std::min(LANES, slots - first));
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) store(output + r * output_stride + column + c * LANES, acc[r][c]);
-}
-
-template <class W, int R>
-void values_rows(const Pool& pool, const int32_t* panels, int slots, long base, const float* weights, long stride,
-                 int rows, float* output, const Ahead& ahead) {
-    const int head_dim = pool.head_dim;
-    int row = 0;
-    for (; row + R <= rows; row += R) {
-        int column = 0;
-        for (; column + COLUMNS * LANES <= head_dim; column += COLUMNS * LANES)
-            values_tile<W, R, COLUMNS>(pool, panels, slots, base, weights + row * stride, stride, output + row * head_dim,
-                                       head_dim, column, ahead);
-        for (; column < head_dim; column += LANES)
-            values_tile<W, R, 1>(pool, panels, slots, base, weights + row * stride, stride, output + row * head_dim,
-                                 head_dim, column, ahead);
-    }
-    if constexpr (R > 1)
-        if (row < rows)
-            values_rows<W, R - 1>(pool, panels, slots, base, weights + row * stride, stride, rows - row,
-                                  output + row * head_dim, ahead);
-}
-
-// output[row] += sum over slots of weights[row][slot] * values[slot]; int8 weights are scaled in place.
-template <class W>
-void add_values(const Pool& pool, const int32_t* panels, int slots, long base, const float* weights, long stride, int rows,
-                float* output, const Ahead& ahead = {nullptr, 0, 0}) {
-    for (int first = 0; first < slots; first += VALUE_PANELS * LANES) {
-        const int done = first / LANES;
-        values_rows<W, ROWS>(pool, panels + done, std::min(VALUE_PANELS * LANES, slots - first), base, weights + first,
-                             stride, rows, output, {ahead.panels + done, ahead.count - done, ahead.base});
-    }
-}
-
-// scaled[row][slot] = weights[row][slot] * the slot's V scale.
-void scale_weights(const Pool& pool, const int32_t* panels, int slots, long base, const float* weights, long stride,
-                   int rows, float* scaled) {
-    for (int first = 0, panel = 0; first < slots; first += LANES, ++panel) {
-        const F16 scales = load(panel_at<int8_t>(pool, base + panels[panel]).value_scales);
-        for (int row = 0; row < rows; ++row)
-            store(scaled + row * stride + first, load(weights + row * stride + first) * scales);
-    }
-}
 
 // Turn a row of logits into exponentials of their distance to the largest; what is behind `slots` becomes 0.
 void exponentiate(float* row, int slots, float& largest_logit, float& total) {
@@ -267,7 +85,7 @@ void decode_task(const Step& step, const Task& task, const Task* next, const Poo
         weights = scaled;
     }
     std::fill(partial.output, partial.output + group * head_dim, 0.0f);
-    const Ahead ahead = next == nullptr ? Ahead{nullptr, 0, 0}
+    const Ahead ahead = next == nullptr ? Ahead{}
                                         : Ahead{step.panels_of(step.sequences[next->sequence]) + next->begin / LANES,
                                                 padded(next->end - next->begin) / LANES,
                                                 pool.panel(shape.layer, next->head, 0)};
