@@ -80,7 +80,7 @@ class Machine:
     def speeds(self) -> Speeds:
         """Measure."""
         address, count = ctypes.c_void_p(self._numbers.data_ptr()), ctypes.c_int64(self._numbers.numel())
-        threads, turns = self.num_threads, ctypes.c_int64(5_000_000)
+        threads, turns = self.num_threads, ctypes.c_int64(3_000_000)
         return Speeds(
             read_bytes=self._library.kvorum_read_bandwidth(address, count, threads, 4),
             fma_flops=max(self._library.kvorum_fma_rate(threads, turns) for _ in range(2)),

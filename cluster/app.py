@@ -74,6 +74,7 @@ async def _build_ray_engine(config: ClusterConfig, engine_id: str, report_bytes:
         backend=config.backend,
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
+        prompt_activations=config.prompt_activations,
         max_model_len=config.max_model_len,
         block_size=config.block_size,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,

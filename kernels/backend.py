@@ -112,7 +112,7 @@ class Backend(Protocol[PoolT, StepT]):
     def attention_block(self, hidden: torch.Tensor, layer: int, pool: PoolT, step: StepT) -> torch.Tensor:
         """Norm, QKV, RoPE, write K and V, attend, update scores and victims, project; this rank's partial sum."""
 
-    def mlp_block(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
+    def mlp_block(self, hidden: torch.Tensor, layer: int, step: StepT) -> torch.Tensor:
         """Norm, gate and up, activation, down; this rank's partial sum [num_tokens, hidden_size]."""
 
     def add_residual(self, hidden: torch.Tensor, partial: torch.Tensor, layer: int, *, after_mlp: bool) -> torch.Tensor:
@@ -152,6 +152,6 @@ def run_layers(backend: Backend[PoolT, StepT], pool: PoolT, step: StepT) -> torc
     for layer in range(backend.spec.num_layers):
         partial = backend.attention_block(hidden, layer, pool, step)
         hidden = backend.add_residual(hidden, partial, layer, after_mlp=False)
-        partial = backend.mlp_block(hidden, layer)
+        partial = backend.mlp_block(hidden, layer, step)
         hidden = backend.add_residual(hidden, partial, layer, after_mlp=True)
     return hidden

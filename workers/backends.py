@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvorum.kernels.backend import Weight
-from kvorum.kernels.cpu.backend import CpuBackend, supports
+from kvorum.kernels.cpu.backend import CpuBackend, CpuTypes, supports
 from kvorum.kernels.cpu.build import CompilerError
 from kvorum.kernels.cpu.library import load_library
 from kvorum.kernels.cpu.pool import KV_DTYPES
@@ -106,6 +106,8 @@ def _load_cpu(config: EngineConfig, checkpoint: Checkpoint, on_progress: Progres
         quantization = "gguf" if checkpoint.gguf is not None and config.dtype == "auto" else "none"
     if quantization == "gguf" and checkpoint.gguf is None:
         raise UnsupportedError(f"quantization gguf: {checkpoint.path} is not a GGUF file")
+    if quantization == "none" and config.prompt_activations == "int8":
+        raise UnsupportedError("prompt_activations int8: only quantised weights are multiplied with whole numbers")
     dtype = choose_dtype(config.dtype, torch.device("cpu"))
     format = Format.Q8 if quantization != "none" else Format.BF16 if dtype == torch.bfloat16 else Format.F32
     default = torch.bfloat16 if quantization != "none" else dtype
@@ -118,7 +120,8 @@ def _load_cpu(config: EngineConfig, checkpoint: Checkpoint, on_progress: Progres
         if quantization == "gguf"
         else iter_weights(checkpoint, shard, dtype=torch.float32, on_progress=on_progress)
     )
-    backend = CpuBackend(checkpoint.spec, shard, format=format, kv_dtype=kv_dtype, num_threads=torch.get_num_threads())
+    types = CpuTypes(weights=format, kv=kv_dtype, byte_prompts=config.prompt_activations == "int8")
+    backend = CpuBackend(checkpoint.spec, shard, types=types, num_threads=torch.get_num_threads())
     backend.load(weights)
     return backend
 

@@ -18,7 +18,8 @@ class EngineConfig:
     model: folder, .gguf file, hub id or `smollm2-135m`. dtype: of weights and computation; auto is float32 on CPUs and
     bfloat16 on GPUs. device: a torch device, auto is cuda when there is one. backend: auto is the fast one of the
     device where it can run. quantization: gguf computes with a GGUF file's own blocks, int8 quantises, none takes
-    dtype; auto is gguf for a GGUF file on the CPU back end while dtype is auto, else none. kv_cache_dtype: auto is
+    dtype; auto is gguf for a GGUF file on the CPU back end while dtype is auto, else none. prompt_activations: what
+    they are rounded to before quantised weights while a prompt is read; decode takes int16. kv_cache_dtype: auto is
     bfloat16 beside quantised weights, else dtype. max_model_len: None is the model's own. kv_cache_memory_bytes: the
     pool's size; None is gpu_memory_utilization of what the GPU has left once the weights are there, and CPU_POOL_BYTES
     on CPUs. num_cpus: cores that each rank computes on; None is a
@@ -32,6 +33,7 @@ class EngineConfig:
     backend: BackendName = "auto"
     quantization: QuantizationName = "auto"
     kv_cache_dtype: KVDtypeName = "auto"
+    prompt_activations: Literal["int16", "int8"] = "int16"
     max_model_len: int | None = None
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None

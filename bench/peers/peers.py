@@ -98,7 +98,9 @@ def _kvorum(launch: Launch, *, policy: str) -> Command:
     if launch.precision == "f32":
         element, types = "f32", ("--dtype", "float32", "--quantization", "none", "--kv-cache-dtype", "float32")
     else:
-        element, types = "bf16", ("--quantization", "gguf", "--kv-cache-dtype", "bfloat16")
+        # The other readers of quantised weights round activations to 8 bits too.
+        element = "bf16"
+        types = ("--quantization", "gguf", "--kv-cache-dtype", "bfloat16", "--prompt-activations", "int8")
     arguments = (
         *(ROOT / ".venv" / "bin" / "kvorum", "serve", "--model", "smollm2-135m", "--served-model-name", "model"),
         *("--port", str(launch.port), "--grpc-port", "0"),

@@ -51,23 +51,33 @@ def supports(spec: DecoderSpec, *, block_size: int) -> bool:
     return spec.head_dim % LANES == 0 and block_size % LANES == 0
 
 
-class CpuBackend:
-    """Backend[CpuPool, CpuStep]: weights and KV in the formats asked for, all arithmetic in float32.
+@dataclass(frozen=True, slots=True)
+class CpuTypes:
+    """How numbers are stored and multiplied; sums are float32.
 
-    format: of the linears; weights that come in GGUF blocks keep theirs. kv_dtype: float32, bfloat16 or int8.
+    weights: of the linears; weights that come in GGUF blocks keep theirs. kv: float32, bfloat16 or int8.
+    byte_prompts: while a prompt is read, activations meet quantised weights as 8 bits instead of 16, where the
+    processor multiplies bytes.
     """
 
-    def __init__(
-        self, spec: DecoderSpec, shard: Shard, *, format: Format, kv_dtype: torch.dtype, num_threads: int
-    ) -> None:
-        assert kv_dtype in KV_DTYPES, f"kv_dtype must be one of {KV_DTYPES}"
+    weights: Format = Format.F32
+    kv: torch.dtype = torch.float32
+    byte_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.kv in KV_DTYPES, f"kv must be one of {KV_DTYPES}"
+
+
+class CpuBackend:
+    """Backend[CpuPool, CpuStep] over compiled kernels."""
+
+    def __init__(self, spec: DecoderSpec, shard: Shard, *, types: CpuTypes, num_threads: int) -> None:
         self.spec = spec
         self.shard = shard
-        self._kv_dtype = kv_dtype
-        self._format = format
+        self._types = types
         self._num_threads = num_threads
         self._library = load_library()
-        self._packer = Packer(self._library, format)
+        self._packer = Packer(self._library, types.weights)
         self._ropes = tuple(dict.fromkeys(layer.rope for layer in spec.layers))
         self._decoder = c_void_p()
 
@@ -79,7 +89,7 @@ class CpuBackend:
     @property
     def is_quantized(self) -> bool:
         """Whether the linears are multiplied as integers."""
-        return self._format == Format.Q8
+        return self._types.weights == Format.Q8
 
     def load(self, weights: Iterable[tuple[str, Weight]]) -> None:
         """Pack the weights a layer at a time; every name of `weight_names` must come, layer after layer."""
@@ -138,6 +148,7 @@ class CpuBackend:
             eps=self.spec.rms_norm_eps,
             attention_scale=self.spec.attention_scale,
             embedding_scale=self.spec.embedding_scale,
+            byte_prompts=self._types.byte_prompts,
         )
         handle = self._library.kvorum_decoder_new(byref(config), layers, byref(embedding), byref(head), final_norm)
         self._decoder = c_void_p(handle)
@@ -146,7 +157,7 @@ class CpuBackend:
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes of one block over all layers, scores and positions included."""
-        return pool_ops.block_bytes(self.spec, self.shard, block_size=block_size, dtype=self._kv_dtype)
+        return pool_ops.block_bytes(self.spec, self.shard, block_size=block_size, dtype=self._types.kv)
 
     def allocate_pool(self, *, num_blocks: int, block_size: int, max_num_seqs: int) -> CpuPool:
         """Allocate the pool."""
@@ -156,7 +167,7 @@ class CpuBackend:
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
-            dtype=self._kv_dtype,
+            dtype=self._types.kv,
         )
 
     def prepare(self, pool: CpuPool, token_ids: torch.Tensor, sequences: Sequence[SequenceStep]) -> CpuStep:
@@ -217,10 +228,10 @@ class CpuBackend:
         )
         return partial
 
-    def mlp_block(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
+    def mlp_block(self, hidden: torch.Tensor, layer: int, step: CpuStep) -> torch.Tensor:
         """Norm, gate and up, activation, down."""
         partial = torch.empty_like(hidden)
-        self._library.kvorum_mlp(self._decoder, layer, hidden.data_ptr(), len(hidden), partial.data_ptr())
+        self._library.kvorum_mlp(self._decoder, step.handle, layer, hidden.data_ptr(), partial.data_ptr())
         return partial
 
     def add_residual(self, hidden: torch.Tensor, partial: torch.Tensor, layer: int, *, after_mlp: bool) -> torch.Tensor:

@@ -60,7 +60,7 @@ class CConfig(ctypes.Structure):
         ("eps", c_float),
         ("attention_scale", c_float),
         ("embedding_scale", c_float),
-        ("unused", c_int32),
+        ("byte_prompts", c_int32),
     )
 
 
@@ -128,7 +128,7 @@ _SIGNATURES = {
     "kvorum_step_delete": (None, [c_void_p]),
     "kvorum_embed": (None, [c_void_p, c_void_p, c_int, c_void_p]),
     "kvorum_attention": (None, [c_void_p, c_void_p, POINTER(CPool), c_int, c_void_p, c_void_p]),
-    "kvorum_mlp": (None, [c_void_p, c_int, c_void_p, c_int, c_void_p]),
+    "kvorum_mlp": (None, [c_void_p, c_void_p, c_int, c_void_p, c_void_p]),
     "kvorum_add_residual": (None, [c_void_p, c_int, c_int, c_void_p, c_void_p, c_int]),
     "kvorum_forward": (None, [c_void_p, c_void_p, POINTER(CPool), c_void_p, c_void_p]),
     "kvorum_logits": (None, [c_void_p, c_void_p, c_int, c_void_p]),

@@ -219,7 +219,7 @@ class ReferenceBackend:
             positions = _gather(pool.positions[layer], sequence)
             pool.victims[layer, step.row] = choose_victims(step.rule, scores, positions, newest=sequence.newest)
 
-    def mlp_block(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
+    def mlp_block(self, hidden: torch.Tensor, layer: int, _step: ReferenceStep) -> torch.Tensor:
         """Norm, gate and up, activation, down."""
         normed = self._norm(hidden, f"layers.{layer}.mlp_norm")
         gate = activate(self._project(normed, layer, "gate"), self.spec.activation)

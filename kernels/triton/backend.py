@@ -136,7 +136,7 @@ class TritonBackend:
         """Norm, QKV, RoPE, write K and V, attend, update scores and victims, project; this rank's partial sum."""
         return self._attention(self._norm(hidden, f"layers.{layer}.attn_norm"), layer, pool, step)
 
-    def mlp_block(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
+    def mlp_block(self, hidden: torch.Tensor, layer: int, _step: TritonStep) -> torch.Tensor:
         """Norm, gate and up, activation, down; this rank's partial sum [num_tokens, hidden_size]."""
         return self._mlp(self._norm(hidden, f"layers.{layer}.mlp_norm"), layer)
 

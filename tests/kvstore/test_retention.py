@@ -112,7 +112,7 @@ class Run:
         for layer in range(self.spec.num_layers):
             partial = self.backend.attention_block(hidden, layer, self.pool, step)
             hidden = self.backend.add_residual(hidden, partial, layer, after_mlp=False)
-            partial = self.backend.mlp_block(hidden, layer)
+            partial = self.backend.mlp_block(hidden, layer, step)
             hidden = self.backend.add_residual(hidden, partial, layer, after_mlp=True)
 
     @property

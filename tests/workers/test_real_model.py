@@ -119,6 +119,18 @@ def test_the_blocks_of_the_file_as_they_lie_with_bf16_keys_and_values() -> None:
     assert_equal_to_transformers(*generate(backend), tolerance=BF16_KV_TOLERANCE, tie=2 * BF16_KV_TOLERANCE)
 
 
+def test_prompts_in_bytes_cost_little() -> None:
+    backend = embedded_cpu_backend(prompt_activations="int8")
+    answers, recorder = generate(backend)
+    first_seq = max(recorder.logits) + 1 - len(answers)
+    divergences = []
+    for index, (prompt, answer) in enumerate(zip(twenty_prompts(), answers, strict=True)):
+        expected = transformers_logits(prompt, tuple(answer.token_ids)).double().log_softmax(dim=-1)
+        ours = torch.stack(recorder.logits[SeqId(first_seq + index)]).double().log_softmax(dim=-1)
+        divergences.append((expected.exp() * (expected - ours)).sum(dim=-1))
+    assert float(torch.cat(divergences).mean()) < 5e-3
+
+
 @pytest.fixture(scope="module")
 def long_prompt() -> list[int]:
     return embedded_checkpoint().load_tokenizer().encode(prose()[:10_000])[:1500]

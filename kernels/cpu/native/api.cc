@@ -55,7 +55,13 @@ Step* kvorum_step_new(const Decoder* decoder, const Pool* pool, const Sequence* 
     step->sequences.assign(sequences, sequences + num_sequences);
     step->panels.assign(tables, tables + table_size);
     step->group_size = decoder->config.num_heads / decoder->config.num_kv_heads;
-    for (const Sequence& sequence : step->sequences) step->num_tokens += sequence.num_tokens;
+    for (const Sequence& sequence : step->sequences) {
+        const int begin = step->num_tokens, end = begin + sequence.num_tokens;
+        const bool as_bytes = HAS_BYTE_DOTS && decoder->config.byte_prompts && sequence.num_tokens > 1;
+        if (!step->runs.empty() && step->runs.back().as_bytes == as_bytes) step->runs.back().end = end;
+        else step->runs.push_back({begin, end, as_bytes});
+        step->num_tokens = end;
+    }
     for (int i = 0; i < num_rotary; ++i) {
         step->cosines.push_back(rotary[2 * i]);
         step->sines.push_back(rotary[2 * i + 1]);
@@ -77,10 +83,10 @@ void kvorum_attention(Decoder* decoder, Step* step, const Pool* pool, int layer,
              [&](const Member& member) { attention_half(member, *decoder, layer, *step, *pool, hidden, partial); });
 }
 
-void kvorum_mlp(Decoder* decoder, int layer, const float* hidden, int rows, float* partial) {
-    decoder->work.reserve(decoder->config, rows, nullptr);
+void kvorum_mlp(Decoder* decoder, const Step* step, int layer, const float* hidden, float* partial) {
+    decoder->work.reserve(decoder->config, step->num_tokens, nullptr);
     run_team(decoder->config.num_threads,
-             [&](const Member& member) { mlp_half(member, *decoder, layer, hidden, rows, partial); });
+             [&](const Member& member) { mlp_half(member, *decoder, layer, *step, hidden, partial); });
 }
 
 void kvorum_add_residual(Decoder* decoder, int layer, int after_mlp, float* hidden, const float* partial, int rows) {

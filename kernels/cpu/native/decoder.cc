@@ -27,21 +27,22 @@ void rotate(float* head, const float* cosine, const float* sine, int head_dim, f
 }
 
 // Norm this member's rows into the workspace, quantised beside where the weight asks for it; a barrier must follow.
-Rows norm_rows(const Member& member, Decoder& decoder, const float* hidden, const float* norm, int rows,
-               const Linear& weight) {
+Rows norm_rows(const Member& member, Decoder& decoder, const float* hidden, const float* norm,
+               const std::vector<Run>& runs, const Linear& weight) {
     const int size = decoder.config.hidden_size;
     float* normed = decoder.work.normed.data();
     int begin, end;
-    member.share(rows, 1, begin, end);
+    member.share(runs.back().end, 1, begin, end);
     for (long row = begin; row < end; ++row)
         rms_norm(hidden + row * size, norm, size, decoder.config.eps, normed + row * size);
-    return decoder.work.quantised.fill(member, normed, size, rows, size, is_quantised(weight));
+    return decoder.work.quantised.fill(member, normed, size, runs, size, is_quantised(weight));
 }
 
 // Rows that every member has written already, quantised where the weight asks for it.
-Rows take_rows(const Member& member, Decoder& decoder, const float* values, long stride, int rows, const Linear& weight) {
+Rows take_rows(const Member& member, Decoder& decoder, const float* values, long stride, const std::vector<Run>& runs,
+               const Linear& weight) {
     const Rows taken =
-        decoder.work.quantised.fill(member, values, stride, rows, weight.num_inputs, is_quantised(weight));
+        decoder.work.quantised.fill(member, values, stride, runs, weight.num_inputs, is_quantised(weight));
     if (is_quantised(weight)) member.barrier();
     return taken;
 }
@@ -74,7 +75,7 @@ KVORUM_INLINE F16 activate(F16 x, bool gelu) {
     return x / (splat(1.0f) + exp(exponent));
 }
 
-void gate_up(const Member& member, const Decoder& decoder, const Linear& weight, const Rows& x, int rows, float* gated) {
+void gate_up(const Member& member, const Decoder& decoder, const Linear& weight, const Rows& x, float* gated) {
     const long columns = decoder.config.intermediate_size;
     const bool gelu = decoder.config.gelu != 0;
     int begin, end;
@@ -91,7 +92,7 @@ void gate_up(const Member& member, const Decoder& decoder, const Linear& weight,
             }
         }
     };
-    product<2>(weight, x, rows, begin, end, sink);
+    product<2>(weight, x, begin, end, sink);
 }
 
 template <class T>
@@ -129,15 +130,14 @@ void attention_half(const Member& member, Decoder& decoder, int index, Step& ste
                     float* partial) {
     const Config& config = decoder.config;
     const Layer& layer = decoder.layers[index];
-    const int rows = step.num_tokens;
     const LayerShape shape{index, layer.window, config.num_heads,
                            long(config.num_heads + 2 * config.num_kv_heads) * config.head_dim};
     const long heads = long(config.num_heads) * config.head_dim;
     float *qkv = decoder.work.qkv.data(), *attended = decoder.work.attended.data(), *scratch = decoder.work.scratch.data();
-    const Rows normed = norm_rows(member, decoder, hidden, layer.attn_norm, rows, layer.qkv);
+    const Rows normed = norm_rows(member, decoder, hidden, layer.attn_norm, step.runs, layer.qkv);
     if (member.index == 0) step.next_prefill = 0;
     member.barrier();
-    linear(member, layer.qkv, normed, rows, qkv, shape.stride);
+    linear(member, layer.qkv, normed, qkv, shape.stride);
     member.barrier();
     rotate_tokens(member, decoder, layer, step, shape.stride, qkv);
     append(member, step, pool, shape, qkv);
@@ -147,21 +147,21 @@ void attention_half(const Member& member, Decoder& decoder, int index, Step& ste
     finish(member, step, pool, shape, scratch, attended);
     member.barrier();
     score(member, step, pool, shape, scratch);
-    const Rows taken = take_rows(member, decoder, attended, heads, rows, layer.output);
-    linear(member, layer.output, taken, rows, partial, config.hidden_size);
+    const Rows taken = take_rows(member, decoder, attended, heads, step.runs, layer.output);
+    linear(member, layer.output, taken, partial, config.hidden_size);
     member.barrier();
     choose_victims(member, step, pool, shape, scratch);
 }
 
-void mlp_half(const Member& member, Decoder& decoder, int index, const float* hidden, int rows, float* partial) {
+void mlp_half(const Member& member, Decoder& decoder, int index, const Step& step, const float* hidden, float* partial) {
     const Layer& layer = decoder.layers[index];
     float* gated = decoder.work.gated.data();
-    const Rows normed = norm_rows(member, decoder, hidden, layer.mlp_norm, rows, layer.gate_up);
+    const Rows normed = norm_rows(member, decoder, hidden, layer.mlp_norm, step.runs, layer.gate_up);
     member.barrier();
-    gate_up(member, decoder, layer.gate_up, normed, rows, gated);
+    gate_up(member, decoder, layer.gate_up, normed, gated);
     member.barrier();
-    const Rows taken = take_rows(member, decoder, gated, decoder.config.intermediate_size, rows, layer.down);
-    linear(member, layer.down, taken, rows, partial, decoder.config.hidden_size);
+    const Rows taken = take_rows(member, decoder, gated, decoder.config.intermediate_size, step.runs, layer.down);
+    linear(member, layer.down, taken, partial, decoder.config.hidden_size);
     member.barrier();
 }
 
@@ -190,15 +190,16 @@ void forward(const Member& member, Decoder& decoder, Step& step, const Pool& poo
     for (int layer = 0; layer < decoder.config.num_layers; ++layer) {
         attention_half(member, decoder, layer, step, pool, hidden, partial);
         add_residual(member, decoder, layer, false, hidden, partial, step.num_tokens);
-        mlp_half(member, decoder, layer, hidden, step.num_tokens, partial);
+        mlp_half(member, decoder, layer, step, hidden, partial);
         add_residual(member, decoder, layer, true, hidden, partial, step.num_tokens);
     }
 }
 
 void output_head(const Member& member, Decoder& decoder, const float* hidden, int rows, float* logits) {
-    const Rows normed = norm_rows(member, decoder, hidden, decoder.final_norm, rows, decoder.head);
+    const std::vector<Run> runs{{0, rows, false}};
+    const Rows normed = norm_rows(member, decoder, hidden, decoder.final_norm, runs, decoder.head);
     member.barrier();
-    linear(member, decoder.head, normed, rows, logits, decoder.head.num_outputs);
+    linear(member, decoder.head, normed, logits, decoder.head.num_outputs);
 }
 
 }  // namespace kvorum

@@ -21,7 +21,7 @@ struct Config {
     int32_t gelu;     // tanh-approximated GELU instead of SiLU
     int32_t num_threads;
     float eps, attention_scale, embedding_scale;
-    int32_t unused;
+    int32_t byte_prompts;   // prompts as bytes before quantised weights, where the processor multiplies bytes
 };
 
 // What the halves hand on inside themselves; grows to the largest step.
@@ -47,7 +47,7 @@ void embed(const Member& member, const Decoder& decoder, const int64_t* token_id
 void attention_half(const Member& member, Decoder& decoder, int layer, Step& step, const Pool& pool, const float* hidden,
                     float* partial);
 
-void mlp_half(const Member& member, Decoder& decoder, int layer, const float* hidden, int rows, float* partial);
+void mlp_half(const Member& member, Decoder& decoder, int layer, const Step& step, const float* hidden, float* partial);
 
 // hidden += partial, through the post-norm where there is one; this member's rows.
 void add_residual(const Member& member, const Decoder& decoder, int layer, bool after_mlp, float* hidden,

@@ -58,13 +58,13 @@ void write_block(int format, const Block& block, uint8_t* group, int lane) {
     reinterpret_cast<uint16_t*>(group)[lane] = block.scale;
     if (format == Q4_1) reinterpret_cast<uint16_t*>(group)[LANES + lane] = block.least;
     uint8_t* bytes = group + (format == Q4_1 ? 64 : 32);
-    if (format == Q8) {
-        for (int i = 0; i < GROUP; ++i) bytes[i / 2 * 32 + lane * 2 + i % 2] = uint8_t(block.q[i]);
-        return;
-    }
     for (int i = 0; i < GROUP; ++i) {
-        uint8_t& byte = bytes[i / 4 * 32 + lane * 2 + i % 2];
-        if (i % 4 < 2) byte = uint8_t(block.q[i]);
+        if (format == Q8) {
+            bytes[i / 4 * 64 + lane * 4 + i % 4] = uint8_t(block.q[i] + 128);
+            continue;
+        }
+        uint8_t& byte = bytes[i / 8 * 64 + lane * 4 + i % 4];
+        if (i % 8 < 4) byte = uint8_t(block.q[i]);
         else byte = uint8_t(byte | block.q[i] << 4);
     }
 }
@@ -120,8 +120,8 @@ void unpack_row(const Linear& weight, long row, float* out) {
         const uint8_t* bytes = panel + (format == Q4_1 ? 64 : 32);
         for (int i = 0; i < GROUP; ++i) {
             float q;
-            if (format == Q8) q = float(int8_t(bytes[i / 2 * 32 + lane * 2 + i % 2]));
-            else q = float(bytes[i / 4 * 32 + lane * 2 + i % 2] >> (i % 4 < 2 ? 0 : 4) & 15);
+            if (format == Q8) q = float(bytes[i / 4 * 64 + lane * 4 + i % 4]) - 128.0f;
+            else q = float(bytes[i / 8 * 64 + lane * 4 + i % 4] >> (i % 8 < 4 ? 0 : 4) & 15);
             out[group * GROUP + i] = scale * q + least;
         }
     }

@@ -1,5 +1,5 @@
-// One thin SIMD layer: vectors of 16 floats (F16), 16 int32 (I16) and 32 int16 (S32), on AVX-512, on AVX2 with FMA and
-// F16C, or on anything that the compiler's own vectors reach.
+// One thin SIMD layer: vectors of 16 floats (F16), 16 int32 (I16) and 64 bytes (U64: 4 for each of 16 lanes), on AVX-512,
+// on AVX2 with FMA and F16C, or on anything else in plain loops.
 #pragma once
 
 #include <cmath>
@@ -53,7 +53,7 @@ KVORUM_INLINE float half_to_float(uint16_t bits) {
 
 struct F16 { __m512 v; };
 struct I16 { __m512i v; };
-struct S32 { __m512i v; };
+struct U64 { __m512i v; };
 
 KVORUM_INLINE F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 KVORUM_INLINE F16 splat(float x) { return {_mm512_set1_ps(x)}; }
@@ -91,28 +91,37 @@ KVORUM_INLINE F16 exp2_whole(F16 n) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
 }
 
-KVORUM_INLINE I16 zero_ints() { return {_mm512_setzero_si512()}; }
 KVORUM_INLINE F16 to_float(I16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
-KVORUM_INLINE S32 load_bytes(const int8_t* p) {
-    return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
-}
-KVORUM_INLINE void load_nibbles(const uint8_t* p, S32& low, S32& high) {
-    const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    low.v = _mm512_and_si512(bytes, _mm512_set1_epi16(15));
-    high.v = _mm512_srli_epi16(bytes, 4);
-}
-KVORUM_INLINE S32 splat_pair(const int16_t* p) {
-    int32_t pair;
-    std::memcpy(&pair, p, sizeof pair);
-    return {_mm512_set1_epi32(pair)};
-}
-// Adds the 16 dot products of neighbouring pairs.
-KVORUM_INLINE I16 dot_pairs(I16 acc, S32 a, S32 b) {
+KVORUM_INLINE I16 splat_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
+KVORUM_INLINE U64 load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+KVORUM_INLINE U64 low_nibbles(U64 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
+KVORUM_INLINE U64 high_nibbles(U64 a) { return low_nibbles({_mm512_srli_epi16(a.v, 4)}); }
+// acc[i] += the dot product of lane i's 4 bytes with a[0..3], which are stored as a[0], a[2], a[1], a[3].
+KVORUM_INLINE I16 dot(I16 acc, U64 bytes, const int16_t* a) {
+    int32_t even, odd;
+    std::memcpy(&even, a, 4);
+    std::memcpy(&odd, a + 2, 4);
+    const __m512i evens = _mm512_and_si512(bytes.v, _mm512_set1_epi16(255)), odds = _mm512_srli_epi16(bytes.v, 8);
 #if defined(__AVX512VNNI__)
-    return {_mm512_dpwssd_epi32(acc.v, a.v, b.v)};
+    const __m512i sum = _mm512_dpwssd_epi32(acc.v, evens, _mm512_set1_epi32(even));
+    return {_mm512_dpwssd_epi32(sum, odds, _mm512_set1_epi32(odd))};
 #else
-    return {_mm512_add_epi32(acc.v, _mm512_madd_epi16(a.v, b.v))};
+    const __m512i first = _mm512_madd_epi16(evens, _mm512_set1_epi32(even));
+    const __m512i second = _mm512_madd_epi16(odds, _mm512_set1_epi32(odd));
+    return {_mm512_add_epi32(acc.v, _mm512_add_epi32(first, second))};
 #endif
+}
+#if defined(__AVX512VNNI__)
+#define KVORUM_BYTE_DOTS 1
+// The same with a[0..3] as bytes, at twice the speed.
+KVORUM_INLINE I16 dot(I16 acc, U64 bytes, const int8_t* a) {
+    int32_t four;
+    std::memcpy(&four, a, 4);
+    return {_mm512_dpbusd_epi32(acc.v, bytes.v, _mm512_set1_epi32(four))};
+}
+#endif
+KVORUM_INLINE void store_rounded(int8_t* p, F16 a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
 KVORUM_INLINE void store_rounded(int16_t* p, F16 a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a.v)));
@@ -122,7 +131,7 @@ KVORUM_INLINE void store_rounded(int16_t* p, F16 a) {
 
 struct F16 { __m256 lo, hi; };
 struct I16 { __m256i lo, hi; };
-struct S32 { __m256i lo, hi; };
+struct U64 { __m256i lo, hi; };
 
 KVORUM_INLINE F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 KVORUM_INLINE F16 splat(float x) { const __m256 v = _mm256_set1_ps(x); return {v, v}; }
@@ -185,28 +194,34 @@ KVORUM_INLINE __m256 exp2_whole(__m256 n) {
 }
 KVORUM_INLINE F16 exp2_whole(F16 n) { return {exp2_whole(n.lo), exp2_whole(n.hi)}; }
 
-KVORUM_INLINE I16 zero_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 KVORUM_INLINE F16 to_float(I16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
-KVORUM_INLINE S32 load_bytes(const int8_t* p) {
-    return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
-            _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)))};
+KVORUM_INLINE I16 splat_int(int32_t x) { const __m256i v = _mm256_set1_epi32(x); return {v, v}; }
+KVORUM_INLINE U64 load_bytes(const uint8_t* p) {
+    return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
 }
-KVORUM_INLINE void load_nibbles(const uint8_t* p, S32& low, S32& high) {
-    const __m256i first = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    const __m256i second = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)));
-    const __m256i mask = _mm256_set1_epi16(15);
-    low = {_mm256_and_si256(first, mask), _mm256_and_si256(second, mask)};
-    high = {_mm256_srli_epi16(first, 4), _mm256_srli_epi16(second, 4)};
+KVORUM_INLINE U64 low_nibbles(U64 a) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
 }
-KVORUM_INLINE S32 splat_pair(const int16_t* p) {
-    int32_t pair;
-    std::memcpy(&pair, p, sizeof pair);
-    const __m256i v = _mm256_set1_epi32(pair);
-    return {v, v};
+KVORUM_INLINE U64 high_nibbles(U64 a) { return low_nibbles({_mm256_srli_epi16(a.lo, 4), _mm256_srli_epi16(a.hi, 4)}); }
+KVORUM_INLINE __m256i dot(__m256i acc, __m256i bytes, __m256i even, __m256i odd) {
+    const __m256i first = _mm256_madd_epi16(_mm256_and_si256(bytes, _mm256_set1_epi16(255)), even);
+    const __m256i second = _mm256_madd_epi16(_mm256_srli_epi16(bytes, 8), odd);
+    return _mm256_add_epi32(acc, _mm256_add_epi32(first, second));
 }
-KVORUM_INLINE I16 dot_pairs(I16 acc, S32 a, S32 b) {
-    return {_mm256_add_epi32(acc.lo, _mm256_madd_epi16(a.lo, b.lo)),
-            _mm256_add_epi32(acc.hi, _mm256_madd_epi16(a.hi, b.hi))};
+KVORUM_INLINE I16 dot(I16 acc, U64 bytes, const int16_t* a) {
+    int32_t even, odd;
+    std::memcpy(&even, a, 4);
+    std::memcpy(&odd, a + 2, 4);
+    const __m256i evens = _mm256_set1_epi32(even), odds = _mm256_set1_epi32(odd);
+    return {dot(acc.lo, bytes.lo, evens, odds), dot(acc.hi, bytes.hi, evens, odds)};
+}
+KVORUM_INLINE void store_rounded(int8_t* p, F16 a) {
+    const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));
+    const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
 KVORUM_INLINE void store_rounded(int16_t* p, F16 a) {
     const __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));
@@ -217,7 +232,7 @@ KVORUM_INLINE void store_rounded(int16_t* p, F16 a) {
 
 struct F16 { float v[LANES]; };
 struct I16 { int32_t v[LANES]; };
-struct S32 { int16_t v[2 * LANES]; };
+struct U64 { uint8_t v[4 * LANES]; };
 
 #define KVORUM_EACH(expression)                          \
     F16 out;                                             \
@@ -270,28 +285,35 @@ KVORUM_INLINE F16 exp2_whole(F16 n) {
     return out;
 }
 
-KVORUM_INLINE I16 zero_ints() { return {}; }
 KVORUM_INLINE F16 to_float(I16 a) { KVORUM_EACH(float(a.v[i])); }
-KVORUM_INLINE S32 load_bytes(const int8_t* p) {
-    S32 out;
-    for (int i = 0; i < 2 * LANES; ++i) out.v[i] = p[i];
+KVORUM_INLINE I16 splat_int(int32_t x) {
+    I16 out;
+    for (int i = 0; i < LANES; ++i) out.v[i] = x;
     return out;
 }
-KVORUM_INLINE void load_nibbles(const uint8_t* p, S32& low, S32& high) {
-    for (int i = 0; i < 2 * LANES; ++i) low.v[i] = p[i] & 15, high.v[i] = p[i] >> 4;
-}
-KVORUM_INLINE S32 splat_pair(const int16_t* p) {
-    S32 out;
-    for (int i = 0; i < 2 * LANES; ++i) out.v[i] = p[i & 1];
+KVORUM_INLINE U64 load_bytes(const uint8_t* p) {
+    U64 out;
+    std::memcpy(out.v, p, sizeof out.v);
     return out;
 }
-KVORUM_INLINE I16 dot_pairs(I16 acc, S32 a, S32 b) {
-    for (int i = 0; i < LANES; ++i)
-        acc.v[i] += int32_t(a.v[2 * i]) * b.v[2 * i] + int32_t(a.v[2 * i + 1]) * b.v[2 * i + 1];
+KVORUM_INLINE U64 low_nibbles(U64 a) {
+    for (int i = 0; i < 4 * LANES; ++i) a.v[i] &= 15;
+    return a;
+}
+KVORUM_INLINE U64 high_nibbles(U64 a) {
+    for (int i = 0; i < 4 * LANES; ++i) a.v[i] >>= 4;
+    return a;
+}
+KVORUM_INLINE I16 dot(I16 acc, U64 bytes, const int16_t* a) {
+    for (int i = 0; i < LANES; ++i) {
+        const uint8_t* b = bytes.v + 4 * i;
+        acc.v[i] += int32_t(b[0]) * a[0] + int32_t(b[2]) * a[1] + int32_t(b[1]) * a[2] + int32_t(b[3]) * a[3];
+    }
     return acc;
 }
-KVORUM_INLINE void store_rounded(int16_t* p, F16 a) {
-    for (int i = 0; i < LANES; ++i) p[i] = int16_t(__builtin_rintf(a.v[i]));
+template <class T>
+KVORUM_INLINE void store_rounded(T* p, F16 a) {
+    for (int i = 0; i < LANES; ++i) p[i] = T(__builtin_rintf(a.v[i]));
 }
 #undef KVORUM_EACH
 

@@ -44,6 +44,7 @@ struct Finish {
 struct Step {
     std::vector<Sequence> sequences;
     std::vector<int32_t> panels;
+    std::vector<Run> runs;
     // Members share decode tasks by position, each its own run of neighbours, and take prefill tasks by turns, the longest
     // first.
     std::vector<Task> decodes, prefills;

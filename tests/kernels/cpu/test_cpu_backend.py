@@ -145,8 +145,8 @@ def test_half_layers_make_the_same_bits_as_the_whole() -> None:
 def test_a_row_depends_neither_on_its_neighbours_nor_on_threads_nor_on_chunks(format: Format, num_threads: int) -> None:
     spec = tiny_spec(num_heads=6, num_kv_heads=2, head_dim=32)
     weights = small_weights(spec)
-    alone = cpu_backend(spec, weights, format=format, num_threads=2)
-    crowded = cpu_backend(spec, weights, format=format, num_threads=num_threads)
+    alone = cpu_backend(spec, weights, format=format, byte_prompts=True, num_threads=2)
+    crowded = cpu_backend(spec, weights, format=format, byte_prompts=True, num_threads=num_threads)
     prompt = torch.randint(0, spec.vocab_size, (100,), generator=torch.manual_seed(0))
     pool = alone.allocate_pool(num_blocks=8, block_size=16, max_num_seqs=1)
     table = tuple(range(8))

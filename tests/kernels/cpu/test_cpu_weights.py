@@ -12,15 +12,17 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from kvorum.kernels.backend import QuantizedWeight, Weight
+from kvorum.kernels.cpu.backend import CpuBackend, CpuStep
 from kvorum.kernels.cpu.weights import Format
 from kvorum.kernels.plan import SequenceStep
+from kvorum.kernels.reference.backend import ReferenceBackend
 from kvorum.kernels.spec import DecoderSpec
 from kvtest.cpu import cpu_backend, relative_error
 from kvtest.models import random_weights, reference_backend, tiny_spec
 
 QUANTIZATIONS = ("Q8_0", "Q4_0", "Q4_1")
-# Products of exact blocks with activations of 15 bits.
-ACTIVATION_TOLERANCE = 2e-4
+# Products of exact blocks with activations of 15 bits, and of 7 bits.
+EXACT_TOLERANCE, BYTES_TOLERANCE = 2e-4, 6e-2
 # Half a step of 127 beside the largest of 32.
 INT8_STEP = 0.5 / 127 * 1.01
 
@@ -74,6 +76,17 @@ def test_floats_are_rounded_to_the_format(format: Format) -> None:
         assert bool((groups <= INT8_STEP * weight.view(37, -1, 32).abs().amax(-1, keepdim=True)).all())
 
 
+def step_of(backend: CpuBackend, *counts: int) -> CpuStep:
+    """Return a step of so many tokens for each sequence; one token is a decode, more are a prompt."""
+    blocks = -(-max(counts) // 16)
+    pool = backend.allocate_pool(num_blocks=blocks * len(counts), block_size=16, max_num_seqs=len(counts))
+    tables = [tuple(range(row * blocks, (row + 1) * blocks)) for row in range(len(counts))]
+    steps = [
+        SequenceStep(row, table, 0, count, 0) for row, (table, count) in enumerate(zip(tables, counts, strict=True))
+    ]
+    return backend.prepare(pool, torch.zeros(sum(counts), dtype=torch.int64), steps)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 9, 97, 100])
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_products_with_blocks_equal_those_with_their_numbers(quantization: str, rows: int) -> None:
@@ -82,14 +95,27 @@ def test_products_with_blocks_equal_those_with_their_numbers(quantization: str, 
     linears = {name for name, tensor in floats.items() if tensor.dim() == 2}
     blocks = {name: blocks_of(floats[name], quantization) for name in linears}
     backend = cpu_backend(spec, {**floats, **blocks}, format=Format.Q8)
+    in_bytes = cpu_backend(spec, {**floats, **blocks}, format=Format.Q8, byte_prompts=True)
     reference = reference_backend(spec, {**floats, **{name: numbers_in(block) for name, block in blocks.items()}})
     hidden = torch.randn(rows, spec.hidden_size, generator=torch.manual_seed(1))
     hidden[:, 7] *= 1000.0  # an outlier, as trained models have
-    for found, expected in (
-        (backend.logits(hidden), reference.logits(hidden.double())),
-        (backend.mlp_block(hidden, 1), reference.mlp_block(hidden.double(), 1)),
-    ):
-        assert relative_error(found, expected) < ACTIVATION_TOLERANCE
+    assert relative_error(backend.logits(hidden), reference.logits(hidden.double())) < EXACT_TOLERANCE
+    expected = mlp_of(reference, hidden)
+    for step in (step_of(backend, *[1] * rows), step_of(backend, rows)):
+        assert relative_error(backend.mlp_block(hidden, 1, step), expected) < EXACT_TOLERANCE
+    assert relative_error(in_bytes.mlp_block(hidden, 1, step_of(in_bytes, *[1] * rows)), expected) < EXACT_TOLERANCE
+    assert relative_error(in_bytes.mlp_block(hidden, 1, step_of(in_bytes, rows)), expected) < BYTES_TOLERANCE
+    if rows > 4:
+        mixed = in_bytes.mlp_block(hidden, 1, step_of(in_bytes, 2, 1, 1, rows - 4))
+        assert relative_error(mixed[2:4], expected[2:4]) < EXACT_TOLERANCE
+        assert relative_error(mixed, expected) < BYTES_TOLERANCE
+
+
+def mlp_of(reference: ReferenceBackend, hidden: torch.Tensor, *, layer: int = 1) -> torch.Tensor:
+    """Return the reference's half layer, for which it does not matter what the step is."""
+    pool = reference.allocate_pool(num_blocks=1, block_size=16, max_num_seqs=1)
+    step = reference.prepare(pool, torch.tensor([0]), [SequenceStep(0, (0,), 0, 1, 0)])
+    return reference.mlp_block(hidden.double(), layer, step)
 
 
 def test_where_parts_differ_in_type_all_become_int8() -> None:
@@ -100,7 +126,8 @@ def test_where_parts_differ_in_type_all_become_int8() -> None:
     backend = cpu_backend(spec, {**floats, **blocks}, format=Format.Q8)
     reference = reference_backend(spec, {**floats, **{name: numbers_in(block) for name, block in blocks.items()}})
     hidden = torch.randn(5, spec.hidden_size, generator=torch.manual_seed(1))
-    assert relative_error(backend.mlp_block(hidden, 0), reference.mlp_block(hidden.double(), 0)) < 2e-2
+    found = backend.mlp_block(hidden, 0, step_of(backend, 1, 1, 1, 1, 1))
+    assert relative_error(found, mlp_of(reference, hidden, layer=0)) < 2e-2
 
 
 def test_a_row_that_is_no_multiple_of_32_long_stays_in_bf16() -> None:
@@ -109,7 +136,8 @@ def test_a_row_that_is_no_multiple_of_32_long_stays_in_bf16() -> None:
     backend = cpu_backend(odd, weights, format=Format.Q8)
     reference = reference_backend(odd, weights)
     hidden = torch.randn(5, odd.hidden_size, generator=torch.manual_seed(1))
-    assert relative_error(backend.mlp_block(hidden, 0), reference.mlp_block(hidden.double(), 0)) < 2e-2
+    found = backend.mlp_block(hidden, 0, step_of(backend, 1, 1, 1, 1, 1))
+    assert relative_error(found, mlp_of(reference, hidden, layer=0)) < 2e-2
 
 
 def test_missing_weights_are_named() -> None:

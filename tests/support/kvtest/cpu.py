@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvorum.kernels.backend import Weight
-from kvorum.kernels.cpu.backend import CpuBackend
+from kvorum.kernels.cpu.backend import CpuBackend, CpuTypes
 from kvorum.kernels.cpu.pool import CpuPool
 from kvorum.kernels.cpu.weights import Format
 from kvorum.kernels.plan import SequenceStep
@@ -24,10 +24,12 @@ def cpu_backend(
     *,
     format: Format = Format.F32,
     kv_dtype: torch.dtype = torch.float32,
+    byte_prompts: bool = False,
     num_threads: int = 2,
 ) -> CpuBackend:
     """Return a loaded CPU back end."""
-    backend = CpuBackend(spec, Shard.whole(spec), format=format, kv_dtype=kv_dtype, num_threads=num_threads)
+    types = CpuTypes(weights=format, kv=kv_dtype, byte_prompts=byte_prompts)
+    backend = CpuBackend(spec, Shard.whole(spec), types=types, num_threads=num_threads)
     backend.load(weights.items())
     return backend
 
