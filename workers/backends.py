@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvorum.kernels.backend import Weight
-from kvorum.kernels.cpu.backend import CpuBackend, CpuTypes, supports
+from kvorum.kernels.cpu.backend import MAX_GROUP_SIZE, CpuBackend, CpuTypes, supports
 from kvorum.kernels.cpu.build import CompilerError
 from kvorum.kernels.cpu.library import load_library
 from kvorum.kernels.cpu.pool import KV_DTYPES
@@ -52,6 +52,8 @@ def load_backend(
         return _load_cpu(config, checkpoint, on_progress)
     if config.quantization in ("gguf", "int8"):
         raise UnsupportedError(f"quantization {config.quantization}: only the CPU back end computes with it")
+    if config.prompt_activations != "int16":
+        raise UnsupportedError(f"prompt_activations {config.prompt_activations}: only the CPU back end rounds them")
     if _runs_on_triton(config, device):
         return _load_triton(config, checkpoint, device, on_progress)
     return _load_reference(config, checkpoint, device, on_progress)
@@ -92,7 +94,11 @@ def _why_not_cpu_kernels(config: EngineConfig, checkpoint: Checkpoint, device: t
     if config.dtype not in _CPU_DTYPES:
         return f"the CPU kernels compute no {config.dtype}; set dtype to one of {', '.join(_CPU_DTYPES)}"
     if not supports(checkpoint.spec, block_size=config.block_size):
-        return f"head_dim {checkpoint.spec.head_dim} and block_size {config.block_size} must be multiples of 16"
+        spec = checkpoint.spec
+        return (
+            f"head_dim {spec.head_dim} and block_size {config.block_size} must be multiples of 16, "
+            f"and {spec.group_size} query heads to a KV head at most {MAX_GROUP_SIZE}"
+        )
     try:
         load_library()
     except CompilerError as error:

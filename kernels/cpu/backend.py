@@ -29,6 +29,9 @@ from kvorum.kernels.reference.layers import rotary_table
 from kvorum.kernels.reference.pool import NO_VICTIM
 from kvorum.kernels.spec import DecoderSpec, Shard, weight_names
 
+# native/attention.cc, MAX_GROUP.
+MAX_GROUP_SIZE = 256
+
 _NO_RULE = EvictionRule(recent_tokens=0)
 
 
@@ -47,8 +50,8 @@ class CpuStep:
 
 
 def supports(spec: DecoderSpec, *, block_size: int) -> bool:
-    """Say whether heads and blocks divide into vectors of 16."""
-    return spec.head_dim % LANES == 0 and block_size % LANES == 0
+    """Say whether heads and blocks divide into vectors of 16, and groups are not larger than the kernels' scratch."""
+    return spec.head_dim % LANES == 0 and block_size % LANES == 0 and spec.group_size <= MAX_GROUP_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +233,7 @@ class CpuBackend:
 
     def mlp_block(self, hidden: torch.Tensor, layer: int, step: CpuStep) -> torch.Tensor:
         """Norm, gate and up, activation, down."""
+        assert len(hidden) == step.num_tokens, "hidden states and step disagree"
         partial = torch.empty_like(hidden)
         self._library.kvorum_mlp(self._decoder, step.handle, layer, hidden.data_ptr(), partial.data_ptr())
         return partial

@@ -31,15 +31,14 @@ class CompilerError(Exception):
     """There is no C++ compiler, or it failed; the message says what to do."""
 
 
-def library_path(*, extra_flags: Sequence[str] = ()) -> Path:
+def library_path() -> Path:
     """Return the compiled library, compiling it first if it is not in the cache; raises CompilerError."""
     compiler = find_compiler()
-    flags = (*FLAGS, *extra_flags)
-    path = _cache_folder() / _key(compiler, flags) / "libkvorum_cpu.so"
+    path = _cache_folder() / _key(compiler, FLAGS) / "libkvorum_cpu.so"
     if not path.exists():
         _log.warning("compiling the CPU kernels with %s, once for this machine (takes some 10 s)", compiler)
         path.parent.mkdir(parents=True, exist_ok=True)
-        _compile(compiler, flags, path)
+        _compile(compiler, FLAGS, path)
     return path
 
 

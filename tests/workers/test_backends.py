@@ -97,6 +97,7 @@ def test_without_a_compiler_the_reference_computes_and_one_warning_says_what_to_
     [
         ({"quantization": "gguf"}, "quantization gguf: .* is not a GGUF file"),
         ({"prompt_activations": "int8"}, "prompt_activations int8: only quantised"),
+        ({"prompt_activations": "int8", "backend": "reference"}, "prompt_activations int8: only the CPU back end"),
         ({"quantization": "int8", "backend": "reference"}, "quantization int8: only the CPU"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8"),
         ({"kv_cache_dtype": "bfloat16", "backend": "reference"}, "kv_cache_dtype bfloat16"),
