@@ -36,7 +36,7 @@ from kvorum.kernels.cpu.build import FLAGS, find_compiler
 from kvorum.kernels.cpu.memory import huge_zeros
 from kvorum.kernels.cpu.pool import CpuPool
 from kvorum.kernels.plan import EvictionRule, SequenceStep
-from kvorum.kernels.spec import DecoderSpec
+from kvorum.kernels.spec import DecoderSpec, Shard
 from kvorum.workers.backends import load_backend
 from kvorum.workers.checkpoint.resolve import resolve
 from kvorum.workers.config import EngineConfig
@@ -154,7 +154,8 @@ def main() -> None:
 def load(model: str, weights: str) -> CpuBackend:
     """Load the model with this kind of weights."""
     config = EngineConfig(model=model, model_name=model, backend="cpu", **WEIGHTS[weights])  # type: ignore[arg-type]
-    backend = load_backend(config, resolve(model))
+    checkpoint = resolve(model)
+    backend = load_backend(config, checkpoint, Shard.whole(checkpoint.spec))
     assert isinstance(backend, CpuBackend)
     return backend
 

@@ -68,6 +68,8 @@ async def _build_ray_engine(config: ClusterConfig, engine_id: str, report_bytes:
 
     engine_config = EngineConfig(
         model=config.model,
+        tensor_parallel_size=config.tensor_parallel_size,
+        placement_strategy=config.placement_strategy,
         model_name=config.served_model_name or resolve_checkpoint(config).name,
         dtype=config.dtype,
         device=config.device,

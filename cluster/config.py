@@ -155,7 +155,11 @@ class ClusterSection(_Section):
 
     num_routers: int = Field(default=1, ge=1, le=100, description="Processes that clients connect to.")
     num_engines: int = Field(default=1, ge=1, description="Replicas of the model.")
-    tensor_parallel_size: int = Field(default=1, ge=1, description="Ranks that share one replica; only 1 works today.")
+    tensor_parallel_size: int = Field(default=1, ge=1, description="Ranks that share one replica.")
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        default="PACK",
+        description="How Ray places an engine's ranks: PACK on few nodes, SPREAD on many; STRICT_ allows nothing else.",
+    )
     num_cpus_per_rank: int | None = Field(
         default=None,
         ge=1,
@@ -167,13 +171,6 @@ class ClusterSection(_Section):
     fake_step_delay_s: float = Field(default=0.0, ge=0, description="Seconds that a step of the fake executor takes.")
     startup_timeout_s: float = Field(default=600.0, gt=0, description="Seconds within which everything must be ready.")
     drain_timeout_s: float = Field(default=5.0, ge=0, description="Seconds that running requests get at shutdown.")
-
-    @field_validator("tensor_parallel_size")
-    @classmethod
-    def _check_ranks(cls, value: int) -> int:
-        if value != 1:
-            raise ValueError("tensor parallelism is not built yet: only 1 works today")
-        return value
 
 
 class ClusterConfig(ModelSection, CacheSection, SchedulerSection, FrontDoorSection, ClusterSection):

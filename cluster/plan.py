@@ -12,14 +12,15 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from kvorum.cluster.config import ConfigError, budget_from_number
-from kvorum.kernels.spec import DecoderSpec, LayerSpec, RopeSpec
+from kvorum.kernels.sharding import plan_shards
+from kvorum.kernels.spec import DecoderSpec, LayerSpec, RopeSpec, Shard
 from kvorum.kvstore.errors import KvorumError
 from kvorum.kvstore.policies import parse_policy, resolve_budget
 from kvorum.kvstore.types import blocks_for
@@ -27,7 +28,8 @@ from kvorum.workers.checkpoint.resolve import read_spec
 
 # A float32 score and an int32 position beside every cached key and value of a head.
 _SLOT_BYTES = 8
-_ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MOST_DRAWN = 32  # heads in a strip
+_ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 _UNITS: Mapping[str, int] = {
     "": 1,
     "B": 1,
@@ -86,8 +88,8 @@ WELL_KNOWN: Mapping[str, DecoderSpec] = {
 class VariantPlan:
     """The model with one number of KV heads.
 
-    is_model: it is the model's own number. kv_heads_per_rank: uneven when it must be; the fullest rank decides what
-    fits. rank_bytes_per_token and block_bytes: of that rank; the latter with scores and positions.
+    is_model: it is the model's own number. kv_heads_per_rank, shards: uneven when they must be; the fullest rank
+    decides what fits. rank_bytes_per_token and block_bytes: of that rank; the latter with scores and positions.
     sequences_at_budget: None without a budget.
     """
 
@@ -97,6 +99,7 @@ class VariantPlan:
     kv_bytes_per_token: int
     kv_bytes_per_sequence: int
     kv_heads_per_rank: tuple[int, ...]
+    shards: tuple[Shard, ...]
     rank_bytes_per_token: int
     block_bytes: int
     num_blocks: int
@@ -142,7 +145,8 @@ def plan(  # noqa: PLR0913  # the question has this many parts, each named
 
     def variant(num_kv_heads: int) -> VariantPlan:
         token_bytes = 2 * spec.num_layers * spec.head_dim * kv_element_bytes  # of one KV head
-        per_rank = heads_per_rank(num_kv_heads, tensor_parallel_size)
+        shards = plan_shards(replace(spec, num_kv_heads=num_kv_heads), tensor_parallel_size)
+        per_rank = tuple(shard.num_kv_heads for shard in shards)
         block_bytes = block_size * max(per_rank) * (token_bytes + spec.num_layers * _SLOT_BYTES)
         num_blocks = pool_bytes // block_bytes
         whole = blocks_for(context_tokens, block_size)
@@ -154,6 +158,7 @@ def plan(  # noqa: PLR0913  # the question has this many parts, each named
             kv_bytes_per_token=num_kv_heads * token_bytes,
             kv_bytes_per_sequence=num_kv_heads * token_bytes * context_tokens,
             kv_heads_per_rank=per_rank,
+            shards=shards,
             rank_bytes_per_token=max(per_rank) * token_bytes,
             block_bytes=block_bytes,
             num_blocks=num_blocks,
@@ -176,12 +181,6 @@ def plan(  # noqa: PLR0913  # the question has this many parts, each named
     )
 
 
-def heads_per_rank(num_kv_heads: int, num_ranks: int) -> tuple[int, ...]:
-    """Deal KV heads out to ranks: as evenly as they go, or one to each when they must be held more than once."""
-    even, rest = divmod(num_kv_heads, num_ranks)
-    return tuple(max(1, even + (rank < rest)) for rank in range(num_ranks))
-
-
 def render(report: PlanReport) -> RenderableType:
     """Return a table for people: a column for each number of KV heads."""
     table = Table(caption="A block holds a score and a position beside each key and value.", caption_justify="left")
@@ -192,11 +191,48 @@ def render(report: PlanReport) -> RenderableType:
     for label, cell in _rows(report):
         table.add_row(label, *map(cell, report.variants))
     ranks = f", {report.tensor_parallel_size} ranks" if report.tensor_parallel_size > 1 else ""
-    return Group(
+    heading = (
         f"{report.num_layers} layers, {report.num_heads} query heads of {report.head_dim}, "
-        f"{report.kv_element_bytes} bytes a number{ranks}",
-        table,
+        f"{report.kv_element_bytes} bytes a number{ranks}"
     )
+    if report.tensor_parallel_size == 1:
+        return Group(heading, table)
+    return Group(heading, table, _shard_table(next(variant for variant in report.variants if variant.is_model)))
+
+
+def _shard_table(variant: VariantPlan) -> Table:
+    """Draw what each rank holds: a row for each rank, a mark for each head."""
+    table = Table(
+        title="What each rank holds",
+        title_justify="left",
+        caption="A KV head that several ranks hold is marked *: they split its query heads and share its scores.",
+        caption_justify="left",
+    )
+    for column in ("rank", "KV heads", "query heads", "MLP columns", "vocabulary"):
+        table.add_column(column)
+    for shard in variant.shards:
+        mark = "*" if len(shard.replicas) > 1 else ""
+        table.add_row(
+            str(shard.rank),
+            _heads_text(shard.kv_heads, variant.num_kv_heads) + mark,
+            _heads_text(shard.q_heads, variant.shards[-1].q_heads[1]),
+            _range_text(shard.mlp),
+            _range_text(shard.vocab),
+        )
+    return table
+
+
+def _heads_text(heads: tuple[int, int], num_heads: int) -> str:
+    """Draw heads as a strip, filled where the rank has them, and name them."""
+    first, last = heads
+    name = str(first) if last - first == 1 else f"{first}-{last - 1}"
+    if num_heads > _MOST_DRAWN:
+        return name
+    return "·" * first + "■" * (last - first) + "·" * (num_heads - last) + f" {name}"
+
+
+def _range_text(columns: tuple[int, int]) -> str:
+    return f"{columns[0]:,}-{columns[1] - 1:,}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ each (layer, KV head), a victim: the lowest-ranked slot. It stays readable until
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
@@ -104,10 +104,10 @@ class Backend(Protocol[PoolT, StepT]):
         """Turn a step into what the layers need. token_ids: [num_tokens] int64, sequence after sequence."""
 
     def forward(self, pool: PoolT, step: StepT) -> torch.Tensor:
-        """Embed and run all layers: the last hidden states [num_tokens, hidden_size], before the final norm."""
+        """Embed and run all layers of a whole model: the last hidden states [num_tokens, hidden_size], not normed."""
 
     def embed(self, step: StepT) -> torch.Tensor:
-        """Return the hidden states [num_tokens, hidden_size]."""
+        """Look this rank's rows of the vocabulary up, zeros for others' tokens: [num_tokens, hidden_size]."""
 
     def attention_block(self, hidden: torch.Tensor, layer: int, pool: PoolT, step: StepT) -> torch.Tensor:
         """Norm, QKV, RoPE, write K and V, attend, update scores and victims, project; this rank's partial sum."""
@@ -145,13 +145,39 @@ class Backend(Protocol[PoolT, StepT]):
     def clear_victims(self, pool: PoolT, row: int) -> None:
         """Forget a row's pending victims, so that they live on (or so that a new sequence can take the row)."""
 
+    def set_victims(self, pool: PoolT, row: int, victims: torch.Tensor) -> None:
+        """Make slots [num_layers, num_kv_heads] int64 a row's pending victims, as a step that chooses them does."""
 
-def run_layers(backend: Backend[PoolT, StepT], pool: PoolT, step: StepT) -> torch.Tensor:
-    """Run a step half a layer at a time; returns the last hidden states [num_tokens, hidden_size]."""
-    hidden = backend.embed(step)
+
+def run_layers(
+    backend: Backend[PoolT, StepT],
+    pool: PoolT,
+    step: StepT,
+    *,
+    add_up: Callable[[torch.Tensor], torch.Tensor] = lambda partial: partial,
+) -> torch.Tensor:
+    """Run a step half a layer at a time; returns the last hidden states [num_tokens, hidden_size].
+
+    add_up: returns the sum of all ranks' partial results; called once for the embedding and twice for each layer.
+    """
+    hidden = add_up(backend.embed(step))
     for layer in range(backend.spec.num_layers):
-        partial = backend.attention_block(hidden, layer, pool, step)
+        partial = add_up(backend.attention_block(hidden, layer, pool, step))
         hidden = backend.add_residual(hidden, partial, layer, after_mlp=False)
-        partial = backend.mlp_block(hidden, layer, step)
+        partial = add_up(backend.mlp_block(hidden, layer, step))
         hidden = backend.add_residual(hidden, partial, layer, after_mlp=True)
     return hidden
+
+
+def embed_part(
+    token_ids: torch.Tensor, spec: DecoderSpec, shard: Shard, look_up: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Look the tokens of a shard's vocabulary up and leave zeros for the others: [num_tokens, hidden_size].
+
+    look_up: returns a new tensor of rows for indices into the shard's vocabulary.
+    """
+    first, last = shard.vocab
+    if last - first == spec.vocab_size:
+        return look_up(token_ids)
+    elsewhere = (token_ids < first) | (token_ids >= last)
+    return look_up((token_ids - first).masked_fill(elsewhere, 0)).masked_fill_(elsewhere[:, None], 0.0)

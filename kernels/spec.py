@@ -86,13 +86,16 @@ class Shard:
     """The part of a model that one rank holds: half-open ranges of heads, MLP columns and vocabulary rows.
 
     The unit is the GQA group: a rank holds whole groups, except that a group may be replicated on several ranks, which
-    then split its query heads.
+    then split its query heads. replicas: the ranks that hold the same KV heads, this one included. `sharding.py` deals
+    the parts out.
     """
 
     q_heads: tuple[int, int]
     kv_heads: tuple[int, int]
     mlp: tuple[int, int]
     vocab: tuple[int, int]
+    rank: int = 0
+    replicas: tuple[int, ...] = (0,)
 
     @classmethod
     def whole(cls, spec: DecoderSpec) -> Shard:
@@ -113,6 +116,11 @@ class Shard:
     def num_kv_heads(self) -> int:
         """KV heads on this rank."""
         return self.kv_heads[1] - self.kv_heads[0]
+
+    @property
+    def adds_biases(self) -> bool:
+        """Say whether this rank adds the biases of the projections whose outputs are summed over ranks."""
+        return self.rank == 0
 
 
 # Names of the weights as back ends take them. Linear weights are [out_features, in_features], as in torch.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic
 
 import torch
 
 from kvorum.kernels.backend import Backend, HostBlocks, PoolT, SlotView, StepT
-from kvorum.kernels.plan import ShrinkRequest
+from kvorum.kernels.plan import EvictionRule, ShrinkRequest
+from kvorum.kernels.reference.attention import choose_victims
 from kvorum.kvstore import ops
 from kvorum.kvstore.types import BlockId, SeqId, SnapshotId
 
@@ -16,8 +17,17 @@ from kvorum.kvstore.types import BlockId, SeqId, SnapshotId
 class DeviceStore(Generic[PoolT, StepT]):
     """Carries out the bookkeeping's memory operations; decides nothing."""
 
-    def __init__(self, backend: Backend[PoolT, StepT], pool: PoolT) -> None:
+    def __init__(
+        self,
+        backend: Backend[PoolT, StepT],
+        pool: PoolT,
+        *,
+        share_scores: Callable[[torch.Tensor], torch.Tensor] = lambda scores: scores,
+    ) -> None:
+        """share_scores: returns the mean of the scores of all ranks that hold the same KV heads as this one."""
         self._backend = backend
+        self._is_replicated = len(backend.shard.replicas) > 1
+        self._share_scores = share_scores
         self.pool = pool
         self._snapshots: dict[SnapshotId, torch.Tensor] = {}
         self._swapped: dict[SeqId, HostBlocks] = {}
@@ -39,7 +49,8 @@ class DeviceStore(Generic[PoolT, StepT]):
                 self._backend.copy_blocks(self.pool, sources, targets)
             case ops.ClearVictims(row):
                 self._backend.clear_victims(self.pool, row)
-            case ShrinkRequest():
+            case ShrinkRequest(sources=sources, num_slots=num_slots):
+                self._agree(sources, num_slots)
                 self._backend.shrink(self.pool, op)
             case ops.SaveScores(snapshot_id, block_ids, num_slots):
                 self._snapshots[snapshot_id] = self._backend.read_scores(self.pool, block_ids, num_slots)
@@ -59,6 +70,22 @@ class DeviceStore(Generic[PoolT, StepT]):
         if swapped := self._swapped.get(residence.seq_id):
             return SlotView(swapped.positions, swapped.scores, torch.ones_like(swapped.positions, dtype=torch.bool))
         return self._backend.view_slots(self.pool, residence.row, residence.block_ids, residence.num_slots)
+
+    def agree_on_scores(self, residence: ops.Residence) -> None:
+        """Give a sequence the same scores on all replicas of its heads, so that they decide alike."""
+        self._agree(residence.block_ids, residence.num_slots)
+
+    def choose_victims(self, residence: ops.Residence, rule: EvictionRule, *, newest: int) -> None:
+        """Choose a sequence's victims by scores that all replicas agree on."""
+        self.agree_on_scores(residence)
+        view = self.view(residence)
+        victims = choose_victims(rule, view.scores, view.positions, newest=newest)
+        self._backend.set_victims(self.pool, residence.row, victims)
+
+    def _agree(self, block_ids: Sequence[int], num_slots: int) -> None:
+        if self._is_replicated:
+            scores = self._share_scores(self._backend.read_scores(self.pool, block_ids, num_slots).contiguous())
+            self._backend.write_scores(self.pool, block_ids, scores)
 
     def _load_scores(self, snapshot_id: SnapshotId | None, block_ids: Sequence[BlockId], num_slots: int) -> None:
         if snapshot_id is None:

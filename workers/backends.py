@@ -39,9 +39,9 @@ _KV_TYPES = {
 
 
 def load_backend(
-    config: EngineConfig, checkpoint: Checkpoint, *, on_progress: Progress | None = None
+    config: EngineConfig, checkpoint: Checkpoint, shard: Shard, *, on_progress: Progress | None = None
 ) -> ReferenceBackend | CpuBackend | TritonBackend:
-    """Choose a back end and load the model's weights into it.
+    """Choose a back end and load a shard of the model's weights into it.
 
     Raises:
         CheckpointError: the weights cannot be read.
@@ -49,14 +49,14 @@ def load_backend(
     """
     device = choose_device(config.device)
     if _runs_on_cpu_kernels(config, checkpoint, device):
-        return _load_cpu(config, checkpoint, on_progress)
+        return _load_cpu(config, checkpoint, shard, on_progress)
     if config.quantization in ("gguf", "int8"):
         raise UnsupportedError(f"quantization {config.quantization}: only the CPU back end computes with it")
     if config.prompt_activations != "int16":
         raise UnsupportedError(f"prompt_activations {config.prompt_activations}: only the CPU back end rounds them")
     if _runs_on_triton(config, device):
-        return _load_triton(config, checkpoint, device, on_progress)
-    return _load_reference(config, checkpoint, device, on_progress)
+        return _load_triton(config, checkpoint, shard, on_progress)
+    return _load_reference(config, checkpoint, shard, on_progress)
 
 
 def choose_device(name: str) -> torch.device:
@@ -106,7 +106,7 @@ def _why_not_cpu_kernels(config: EngineConfig, checkpoint: Checkpoint, device: t
     return None
 
 
-def _load_cpu(config: EngineConfig, checkpoint: Checkpoint, on_progress: Progress | None) -> CpuBackend:
+def _load_cpu(config: EngineConfig, checkpoint: Checkpoint, shard: Shard, on_progress: Progress | None) -> CpuBackend:
     quantization = config.quantization
     if quantization == "auto":
         quantization = "gguf" if checkpoint.gguf is not None and config.dtype == "auto" else "none"
@@ -120,7 +120,6 @@ def _load_cpu(config: EngineConfig, checkpoint: Checkpoint, on_progress: Progres
     kv_dtype = default if config.kv_cache_dtype == "auto" else _KV_TYPES[config.kv_cache_dtype]
     if kv_dtype not in KV_DTYPES:
         raise UnsupportedError(f"kv_cache_dtype {config.kv_cache_dtype}: on CPUs it is float32, bfloat16 or int8")
-    shard = Shard.whole(checkpoint.spec)
     weights: Iterator[tuple[str, Weight]] = (
         iter_stored_weights(checkpoint, shard, on_progress=on_progress)
         if quantization == "gguf"
@@ -150,14 +149,14 @@ def _runs_on_triton(config: EngineConfig, device: torch.device) -> bool:
 
 
 def _load_triton(
-    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, on_progress: Progress | None
+    config: EngineConfig, checkpoint: Checkpoint, shard: Shard, on_progress: Progress | None
 ) -> TritonBackend:
     from kvorum.kernels.triton.backend import TritonBackend
 
+    device = choose_device(config.device)
     torch.cuda.set_device(device)
     dtype = choose_dtype(config.dtype, device)
     kv_dtype = None if config.kv_cache_dtype == "auto" else _KV_TYPES[config.kv_cache_dtype]
-    shard = Shard.whole(checkpoint.spec)
     try:
         backend = TritonBackend(checkpoint.spec, shard, dtype=dtype, device=device, kv_dtype=kv_dtype)
     except ValueError as error:
@@ -167,12 +166,12 @@ def _load_triton(
 
 
 def _load_reference(
-    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, on_progress: Progress | None
+    config: EngineConfig, checkpoint: Checkpoint, shard: Shard, on_progress: Progress | None
 ) -> ReferenceBackend:
+    device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     if config.kv_cache_dtype != "auto" and _KV_TYPES[config.kv_cache_dtype] != dtype:
         raise UnsupportedError(f"kv_cache_dtype {config.kv_cache_dtype}: the reference back end keeps K and V in dtype")
-    shard = Shard.whole(checkpoint.spec)
     backend = ReferenceBackend(checkpoint.spec, shard, dtype=dtype, device=device)
     backend.load(iter_weights(checkpoint, shard, dtype=dtype, on_progress=on_progress))
     return backend

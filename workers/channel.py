@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import secrets
 import socket
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
@@ -31,11 +33,23 @@ class ChannelAddress:
 
 
 class ChannelServer:
-    """A rank's end: makes calls on `target` in one thread of its own, for one client."""
+    """A rank's end: makes calls on `target` in one thread of its own, for one client.
 
-    def __init__(self, target: object, *, host: str) -> None:
+    on_idle is called in that thread whenever no call has come for idle_period_s; what it raises ends the channel.
+    """
+
+    def __init__(
+        self,
+        target: object,
+        *,
+        host: str,
+        on_idle: Callable[[], None] | None = None,
+        idle_period_s: float | None = None,
+    ) -> None:
         key = secrets.token_bytes(32)
         self._target = target
+        self._on_idle = on_idle
+        self._idle_period_s = idle_period_s
         self._listener = Listener((host, 0), authkey=key)
         self.address = ChannelAddress(host, self._listener.address[1], key)
         threading.Thread(target=self._serve, name="channel", daemon=True).start()
@@ -45,10 +59,13 @@ class ChannelServer:
             _send_at_once(connection).close()
             while True:
                 try:
-                    method, args = connection.recv()
+                    while not connection.poll(self._idle_period_s):
+                        if self._on_idle is not None:
+                            self._on_idle()
+                    method, args = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
                     return
-                connection.send(self._call(method, args))
+                connection.send_bytes(pickle.dumps(self._call(method, args)))
 
     def _accept(self) -> Connection[Any, Any]:
         """Wait for the client that has the key."""
@@ -82,8 +99,9 @@ class ChannelClient:
     def call(self, method: str, *args: object) -> object:
         """Call a method of the target; raises what it raised, EngineLostError when the rank is gone."""
         try:
-            self._connection.send((method, args))
-            succeeded, result = self._connection.recv()
+            # Not `send`: torch has that pass tensors on by handles that only a child process can take.
+            self._connection.send_bytes(pickle.dumps((method, args)))
+            succeeded, result = pickle.loads(self._connection.recv_bytes())
         except (OSError, EOFError) as error:
             raise EngineLostError("a rank died") from error
         if not succeeded:

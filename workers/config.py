@@ -15,7 +15,8 @@ KVDtypeName = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 class EngineConfig:
     """One engine.
 
-    model: folder, .gguf file, hub id or `smollm2-135m`. dtype: of weights and computation; auto is float32 on CPUs and
+    model: folder, .gguf file, hub id or `smollm2-135m`. tensor_parallel_size: ranks that share the model.
+    placement_strategy: how Ray places them on nodes. dtype: of weights and computation; auto is float32 on CPUs and
     bfloat16 on GPUs. device: a torch device, auto is cuda when there is one. backend: auto is the fast one of the
     device where it can run. quantization: gguf computes with a GGUF file's own blocks, int8 quantises, none takes
     dtype; auto is gguf for a GGUF file on the CPU back end while dtype is auto, else none. prompt_activations: what
@@ -28,6 +29,8 @@ class EngineConfig:
 
     model: str
     model_name: str
+    tensor_parallel_size: int = 1
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     dtype: DtypeName = "auto"
     device: str = "auto"
     backend: BackendName = "auto"

@@ -14,6 +14,7 @@ blocks it. Ends that clients ask for are taken in between two steps.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -32,6 +33,8 @@ from kvorum.workers.request import (
     RequestOutput,
 )
 from kvorum.workers.scheduler import Scheduler, SchedulerLimits
+
+logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
 
@@ -170,6 +173,7 @@ class Engine:
         except asyncio.CancelledError:
             raise
         except BaseException as failure:
+            logger.exception("engine %s failed", self.info.engine_id)
             self._failure = failure
             self._end_all(FinishReason.ERROR, error="the engine failed while it served the request")
             raise

@@ -18,6 +18,7 @@ from kvorum.kvstore.store import KVStore
 from kvorum.kvstore.types import BlockId
 from kvorum.workers.checkpoint.resolve import Checkpoint
 from kvorum.workers.checkpoint.weights import iter_weights
+from kvorum.workers.communicator import Alone
 from kvorum.workers.plan import StepPlan
 from kvorum.workers.request import EngineRequest, KVParams, RequestId, SamplingParams
 from kvorum.workers.scheduler import Scheduler, SchedulerLimits
@@ -62,7 +63,7 @@ class Bench:
         )
         self.scheduler = Scheduler(self.store, limits)
         pool = backend.allocate_pool(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs)
-        self.worker = Worker(backend, pool, sampler=sample_rows)
+        self.worker = Worker(backend, pool, ranks=Alone(), sampler=sample_rows)
         self.answers: dict[RequestId, list[int]] = {}
 
     def submit(self, name: str, prompt: Sequence[int], *, max_tokens: int, kv: KVParams) -> None:

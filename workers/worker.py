@@ -1,21 +1,32 @@
-"""One rank: weights, a pool, and the forward pass over a step plan. A plain class; `group.py` puts it into an actor."""
+"""One rank: weights, a pool, and the forward pass over a step plan. A plain class; `group.py` puts it into an actor.
+
+Each rank decides by itself what its own KV heads evict. Where several ranks hold the same KV head and split its query
+heads, each adds to the scores what its own queries gave; before anything is decided by them they are made equal
+shares of the sum, so that all replicas decide alike.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Generic, Protocol
 
 import torch
 
-from kvorum.kernels.backend import Backend, PoolT, SlotView, StepT
+from kvorum.kernels.backend import Backend, PoolT, SlotView, StepT, run_layers
 from kvorum.kernels.cpu.backend import CpuBackend
+from kvorum.kernels.plan import SequenceStep
 from kvorum.kernels.reference.backend import ReferenceBackend
+from kvorum.kernels.sharding import plan_shards
+from kvorum.kernels.spec import Shard
 from kvorum.kvstore.device import DeviceStore
+from kvorum.kvstore.errors import UnsupportedError
 from kvorum.kvstore.ops import Residence
-from kvorum.kvstore.retention import mass_given, retained_mass, smallest_budget
+from kvorum.kvstore.retention import kept_mass, mass_given, smallest_budget
 from kvorum.kvstore.types import SeqId, blocks_for
 from kvorum.workers.backends import choose_device, load_backend
 from kvorum.workers.checkpoint.resolve import resolve
+from kvorum.workers.communicator import Alone, Communicator
 from kvorum.workers.config import CPU_POOL_BYTES, EngineConfig, RankShape
 from kvorum.workers.plan import BudgetQuery, MassQuery, RowPlan, Sample, SampleRequest, StepPlan, StepResult
 from kvorum.workers.sampler import sample_batch
@@ -23,6 +34,8 @@ from kvorum.workers.sampler import sample_batch
 # Draws the next token of each row of logits [num_rows, vocab].
 Sampler = Callable[[torch.Tensor, Sequence[RowPlan]], Sequence[Sample]]
 Progress = Callable[[int, int], None]
+# Joins the ranks that hold these shards.
+Meet = Callable[[Sequence[Shard]], Communicator]
 
 
 def sample_rows(logits: torch.Tensor, rows: Sequence[RowPlan]) -> Sequence[Sample]:
@@ -40,7 +53,7 @@ def row_by_row(draw: Callable[[torch.Tensor, SampleRequest, RowPlan], Sample]) -
 
 
 class Worker(Generic[PoolT, StepT]):
-    """One tensor-parallel rank."""
+    """One tensor-parallel rank. What it reports it reports for all ranks; samples come from rank 0 alone."""
 
     def __init__(
         self,
@@ -48,10 +61,13 @@ class Worker(Generic[PoolT, StepT]):
         pool: PoolT,
         *,
         sampler: Sampler,
+        ranks: Communicator,
     ) -> None:
         self._backend = backend
-        self._store = DeviceStore(backend, pool)
+        self._store = DeviceStore(backend, pool, share_scores=ranks.share_among_replicas)
         self._sampler = sampler
+        self._ranks = ranks
+        self._is_replicated = len(backend.shard.replicas) > 1
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -61,9 +77,26 @@ class Worker(Generic[PoolT, StepT]):
         if not plan.rows:
             return StepResult({})
         token_ids = torch.tensor([token for row in plan.rows for token in row.token_ids], dtype=torch.int64)
-        backend, pool = self._backend, self._store.pool
-        hidden = backend.forward(pool, backend.prepare(pool, token_ids, [row.step for row in plan.rows]))
+        hidden = self._forward(token_ids, [row.step for row in plan.rows])
+        if self._is_replicated:
+            self._choose_victims(plan)
         return StepResult(samples=self._sample(hidden, plan), retained=self._retained(plan))
+
+    def _forward(self, token_ids: torch.Tensor, steps: Sequence[SequenceStep]) -> torch.Tensor:
+        backend, pool = self._backend, self._store.pool
+        if self._is_replicated:
+            steps = [replace(step, choose_victims=False) for step in steps]
+        prepared = backend.prepare(pool, token_ids, steps)
+        if isinstance(self._ranks, Alone):
+            return backend.forward(pool, prepared)
+        return run_layers(backend, pool, prepared, add_up=self._ranks.add_up)
+
+    def _choose_victims(self, plan: StepPlan) -> None:
+        """Choose victims as a step does, by the scores of all replicas."""
+        for row in plan.rows:
+            step = row.step
+            if step.choose_victims and step.rule is not None:
+                self._store.choose_victims(row.residence, step.rule, newest=step.start + step.num_tokens - 1)
 
     def _sample(self, hidden: torch.Tensor, plan: StepPlan) -> dict[SeqId, Sample]:
         ends, end = [], 0
@@ -73,7 +106,9 @@ class Worker(Generic[PoolT, StepT]):
         sampled = [(last, row) for last, row in zip(ends, plan.rows, strict=True) if row.sample is not None]
         if not sampled:
             return {}
-        logits = self._backend.logits(hidden[[last for last, _ in sampled]])
+        logits = self._ranks.collect(self._backend.logits(hidden[[last for last, _ in sampled]]))
+        if logits is None:
+            return {}
         rows = [row for _, row in sampled]
         return {row.seq_id: drawn for row, drawn in zip(rows, self._sampler(logits, rows), strict=True)}
 
@@ -87,39 +122,31 @@ class Worker(Generic[PoolT, StepT]):
 
     def retained_masses(self, queries: Sequence[MassQuery]) -> list[float]:
         """Measure the retained mass of sequences."""
-        return [
-            retained_mass(
-                self._store.view(query.residence),
-                mass=mass_given(query.rule, num_tokens=query.num_tokens, group_size=self._group_size),
-            )
-            for query in queries
-        ]
+        if not queries:
+            return []
+        kept = torch.tensor([kept_mass(self._store.view(query.residence)) for query in queries], dtype=torch.float64)
+        given = [mass_given(query.rule, self._backend.spec, num_tokens=query.num_tokens) for query in queries]
+        return [min(1.0, mass / whole) for mass, whole in zip(self._ranks.add_up(kept).tolist(), given, strict=True)]
 
     def smallest_budgets(self, queries: Sequence[BudgetQuery]) -> list[int]:
         """Find the smallest budgets that keep the floors at a prompt's end."""
-        return [
-            smallest_budget(
-                self._store.view(query.residence),
-                query.policy,
-                floor=query.floor,
-                budget=query.budget,
-                prompt_tokens=query.prompt_tokens,
-                mass=mass_given(
-                    query.policy.rule(query.budget, prompt_tokens=query.prompt_tokens),
-                    num_tokens=query.num_tokens,
-                    group_size=self._group_size,
-                ),
-            )
-            for query in queries
-        ]
+        return [self._smallest_budget(query) for query in queries]
+
+    def _smallest_budget(self, query: BudgetQuery) -> int:
+        self._store.agree_on_scores(query.residence)
+        rule = query.policy.rule(query.budget, prompt_tokens=query.prompt_tokens)
+        return smallest_budget(
+            self._store.view(query.residence),
+            query.policy,
+            floor=query.floor * mass_given(rule, self._backend.spec, num_tokens=query.num_tokens),
+            budget=query.budget,
+            prompt_tokens=query.prompt_tokens,
+            add_up=self._ranks.add_up,
+        )
 
     def view(self, residence: Residence) -> SlotView:
-        """Gather positions, scores and life of a sequence's slots."""
+        """Gather positions, scores and life of a sequence's slots in this rank's KV heads."""
         return self._store.view(residence)
-
-    @property
-    def _group_size(self) -> int:
-        return self._backend.shard.num_heads // self._backend.shard.num_kv_heads
 
 
 class RankWorker(Protocol):
@@ -135,42 +162,55 @@ class RankWorker(Protocol):
         """Find the smallest budgets that keep the floors at a prompt's end."""
 
     def view(self, residence: Residence) -> SlotView:
-        """Gather positions, scores and life of a sequence's slots."""
+        """Gather positions, scores and life of a sequence's slots in this rank's KV heads."""
 
 
 def load_worker(
-    config: EngineConfig, *, on_progress: Progress | None = None, sampler: Sampler = sample_rows
+    config: EngineConfig,
+    *,
+    on_progress: Progress | None = None,
+    sampler: Sampler = sample_rows,
+    rank: int = 0,
+    meet: Meet = lambda _shards: Alone(),
 ) -> tuple[RankWorker, RankShape]:
-    """Load a checkpoint onto this process's device and size the pool.
+    """Load a rank's part of a checkpoint onto this process's device and size the pool.
 
-    on_progress: called with bytes loaded and bytes in all. sampler: draws each row's next token.
+    on_progress: called with bytes loaded and bytes in all. sampler: draws each row's next token. meet: joins the other
+    ranks.
 
     Raises:
         CheckpointError: the model cannot be found or read.
-        UnsupportedError: the back end, or its types, cannot be had here.
+        UnsupportedError: the back end, its types or so many ranks cannot be had.
     """
     checkpoint = resolve(config.model)
-    backend = load_backend(config, checkpoint, on_progress=on_progress)
+    try:
+        shards = plan_shards(checkpoint.spec, config.tensor_parallel_size)
+    except ValueError as error:
+        raise UnsupportedError(f"tensor_parallel_size: {error}") from error
+    ranks = meet(shards)
+    backend = load_backend(config, checkpoint, shards[rank], on_progress=on_progress)
     # One call for each kind, so that each keeps its own types of pool and step.
     if isinstance(backend, CpuBackend):
-        return _make_worker(backend, config, sampler)
+        return _make_worker(backend, config, sampler, ranks)
     if isinstance(backend, ReferenceBackend):
-        return _make_worker(backend, config, sampler)
-    return _make_worker(backend, config, sampler)
+        return _make_worker(backend, config, sampler, ranks)
+    return _make_worker(backend, config, sampler, ranks)
 
 
 def _make_worker(
-    backend: Backend[PoolT, StepT], config: EngineConfig, sampler: Sampler
+    backend: Backend[PoolT, StepT], config: EngineConfig, sampler: Sampler, ranks: Communicator
 ) -> tuple[Worker[PoolT, StepT], RankShape]:
     spec = backend.spec
     max_model_len = min(config.max_model_len or spec.max_position, spec.max_position)
-    num_blocks = size_pool(
-        pool_bytes=_pool_bytes(config),
-        block_bytes=backend.block_bytes(config.block_size),
-        most_useful=config.max_num_seqs * blocks_for(max_model_len, config.block_size),
+    num_blocks = ranks.smallest(
+        size_pool(
+            pool_bytes=_pool_bytes(config),
+            block_bytes=backend.block_bytes(config.block_size),
+            most_useful=config.max_num_seqs * blocks_for(max_model_len, config.block_size),
+        )
     )
     pool = backend.allocate_pool(num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
-    return Worker(backend, pool, sampler=sampler), RankShape(spec.vocab_size, max_model_len, num_blocks)
+    return Worker(backend, pool, sampler=sampler, ranks=ranks), RankShape(spec.vocab_size, max_model_len, num_blocks)
 
 
 def size_pool(*, pool_bytes: int, block_bytes: int, most_useful: int) -> int:

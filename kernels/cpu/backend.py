@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvorum.kernels.backend import HostBlocks, SlotView, Weight
+from kvorum.kernels.backend import HostBlocks, SlotView, Weight, embed_part
 from kvorum.kernels.cpu import pool as pool_ops
 from kvorum.kernels.cpu.library import SEQUENCE, CConfig, CLayer, CLinear, load_library
 from kvorum.kernels.cpu.pool import KV_DTYPES, LANES, CpuPool, panels_of
@@ -219,8 +219,11 @@ class CpuBackend:
 
     def embed(self, step: CpuStep) -> torch.Tensor:
         """Look the tokens up: [num_tokens, hidden_size]."""
-        hidden = torch.empty(step.num_tokens, self.spec.hidden_size)
-        self._library.kvorum_embed(self._decoder, step.token_ids.data_ptr(), step.num_tokens, hidden.data_ptr())
+        return embed_part(step.token_ids, self.spec, self.shard, self._look_up)
+
+    def _look_up(self, indices: torch.Tensor) -> torch.Tensor:
+        hidden = torch.empty(len(indices), self.spec.hidden_size)
+        self._library.kvorum_embed(self._decoder, indices.data_ptr(), len(indices), hidden.data_ptr())
         return hidden
 
     def attention_block(self, hidden: torch.Tensor, layer: int, pool: CpuPool, step: CpuStep) -> torch.Tensor:
@@ -284,6 +287,10 @@ class CpuBackend:
     def clear_victims(self, pool: CpuPool, row: int) -> None:
         """Forget a row's pending victims."""
         pool.victims[:, row] = NO_VICTIM
+
+    def set_victims(self, pool: CpuPool, row: int, victims: torch.Tensor) -> None:
+        """Make slots a row's pending victims."""
+        pool.victims[:, row] = victims
 
 
 def _sequence_row(step: SequenceStep, *, first_token: int, first_panel: int) -> tuple[float | int, ...]:

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from kvorum.kernels.backend import HostBlocks, SlotView, run_layers
+from kvorum.kernels.backend import HostBlocks, SlotView, embed_part, run_layers
 from kvorum.kernels.plan import SequenceStep, ShrinkRequest
 from kvorum.kernels.reference import pool as pool_ops
 from kvorum.kernels.reference.attention import attend, choose_victims, column_sums, visible
@@ -126,7 +126,7 @@ class ReferenceBackend:
 
     def embed(self, step: ReferenceStep) -> torch.Tensor:
         """Look the tokens up: [num_tokens, hidden_size]."""
-        hidden = self._weights["embed"][step.token_ids]
+        hidden = embed_part(step.token_ids, self.spec, self.shard, lambda indices: self._weights["embed"][indices])
         return hidden * self.spec.embedding_scale if self.spec.embedding_scale != 1.0 else hidden
 
     def attention_block(
@@ -269,6 +269,10 @@ class ReferenceBackend:
     def clear_victims(self, pool: ReferencePool, row: int) -> None:
         """Forget a row's pending victims."""
         pool.victims[:, row] = NO_VICTIM
+
+    def set_victims(self, pool: ReferencePool, row: int, victims: torch.Tensor) -> None:
+        """Make slots a row's pending victims."""
+        pool.victims[:, row] = victims
 
     def _norm(self, inputs: torch.Tensor, name: str) -> torch.Tensor:
         return rms_norm(inputs, self._weights[name], eps=self.spec.rms_norm_eps, offset=self.spec.norm_offset)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.nn import functional
 
-from kvorum.kernels.backend import HostBlocks, SlotView
+from kvorum.kernels.backend import HostBlocks, SlotView, embed_part
 from kvorum.kernels.plan import SequenceStep, ShrinkRequest
 from kvorum.kernels.spec import DecoderSpec, RopeSpec, Shard
 from kvorum.kernels.triton import pool as pool_ops
@@ -129,7 +129,12 @@ class TritonBackend:
 
     def embed(self, step: TritonStep) -> torch.Tensor:
         """Look the tokens up: [num_tokens, hidden_size]."""
-        hidden = functional.embedding(step.token_ids, self._weights["embed"])
+        hidden = embed_part(
+            step.token_ids,
+            self.spec,
+            self.shard,
+            lambda indices: functional.embedding(indices, self._weights["embed"]),
+        )
         return hidden * self.spec.embedding_scale if self.spec.embedding_scale != 1.0 else hidden
 
     def attention_block(self, hidden: torch.Tensor, layer: int, pool: TritonPool, step: TritonStep) -> torch.Tensor:
@@ -225,6 +230,10 @@ class TritonBackend:
     def clear_victims(self, pool: TritonPool, row: int) -> None:
         """Forget a row's pending victims."""
         pool_ops.clear_victims(pool, row)
+
+    def set_victims(self, pool: TritonPool, row: int, victims: torch.Tensor) -> None:
+        """Make slots a row's pending victims."""
+        pool.victims[:, row] = victims
 
 
 def rotary_table(rope: RopeSpec, max_position: int, device: torch.device) -> torch.Tensor:

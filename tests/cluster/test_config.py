@@ -106,7 +106,7 @@ def test_an_empty_file_is_no_mistake(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size: tensor parallelism is not built yet"),
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size: should be greater than or equal to 1"),
         ({"default_policy": "lru"}, "--default-policy: unknown policy 'lru'"),
         ({"default_kv_budget": 0.5}, "--default-kv-budget: kv_budget needs a policy that evicts"),
         ({"default_kv_budget": 2.5, "default_policy": "h2o"}, "--default-kv-budget: kv_budget is a fraction up to 1"),

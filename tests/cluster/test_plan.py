@@ -20,12 +20,12 @@ from kvorum.cluster.plan import (
     PlanReport,
     VariantPlan,
     add_arguments,
-    heads_per_rank,
     parse_bytes,
     plan,
     render,
     run,
 )
+from kvorum.kernels.sharding import plan_shards
 from kvorum.kernels.spec import DecoderSpec
 from kvorum.workers.checkpoint.resolve import read_spec
 
@@ -84,14 +84,12 @@ class TestArithmetic:
     def test_a_model_at_one_end_is_that_end(self, name: str, expected: list[tuple[str, bool]]) -> None:
         assert [(v.attention, v.is_model) for v in plan_of(WELL_KNOWN[name]).variants] == expected
 
-    @pytest.mark.parametrize(
-        ("num_kv_heads", "num_ranks", "expected"),
-        [(3, 2, (2, 1)), (8, 8, (1,) * 8), (8, 3, (3, 3, 2)), (1, 4, (1, 1, 1, 1)), (2, 3, (1, 1, 1)), (5, 1, (5,))],
-    )
-    def test_heads_are_dealt_evenly_or_replicated(
-        self, num_kv_heads: int, num_ranks: int, expected: tuple[int, ...]
-    ) -> None:
-        assert heads_per_rank(num_kv_heads, num_ranks) == expected
+    def test_heads_are_those_that_ranks_will_load(self) -> None:
+        spec = WELL_KNOWN["SmolLM2-135M"]
+        for num_ranks in (1, 2, 4):
+            found = own(plan_of(spec, tensor_parallel_size=num_ranks))
+            assert found.shards == plan_shards(spec, num_ranks)
+            assert found.kv_heads_per_rank == tuple(shard.num_kv_heads for shard in found.shards)
 
     def test_the_fullest_rank_decides(self) -> None:
         alone, shared = (own(plan_of(WELL_KNOWN["SmolLM2-135M"], tensor_parallel_size=n)) for n in (1, 2))
@@ -200,6 +198,18 @@ class TestOutput:
         assert [cell.strip() for cell in rows["KV of one token"]] == ["67.5 KiB", "22.5 KiB", "7.5 KiB"]
         assert [cell.strip() for cell in rows["Sequences of 4,096 tokens"]] == ["6", "16", "33"]
         assert [cell.strip() for cell in rows["... held to 512 tokens"]] == ["51", "128", "256"]
+
+    def test_they_see_what_each_rank_holds(self) -> None:
+        text = self.text(plan_of(WELL_KNOWN["SmolLM2-135M"], tensor_parallel_size=4))
+        rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "■" in line]
+        assert rows[0] == ["0", "■·· 0*", "■■······· 0-1", "0-383", "0-12,287"]
+        assert rows[3][:3] == ["3", "··■ 2", "······■■■ 6-8"]
+
+    def test_many_heads_are_named_and_not_drawn(self) -> None:
+        text = self.text(plan_of(WELL_KNOWN["Llama-3-70B"], tensor_parallel_size=8))
+        assert "■······· 0" in text
+        assert "0-7 " in text
+        assert "■" * 2 not in text
 
     def test_what_was_not_asked_for_is_not_shown(self) -> None:
         text = self.text(plan_of(WELL_KNOWN["SmolLM2-135M"]))

@@ -78,7 +78,7 @@ def test_a_dead_rank_is_an_engine_lost(config: EngineConfig) -> None:
         await engine.check_health()
         executor = engine._executor
         assert isinstance(executor, group.RayExecutor)
-        ray.kill(executor._rank)  # type: ignore[arg-type]  # as in group.py
+        ray.kill(executor._ranks[0])
         with pytest.raises(EngineLostError, match="a rank died"):
             await engine.check_health()
         answer = (await collect(engine, REQUESTS[:1]))["full"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from kvorum.kernels.backend import HostBlocks, SlotView
 from kvorum.kernels.plan import EvictionRule, SequenceStep, ShrinkRequest
 from kvorum.kernels.spec import DecoderSpec
 from kvorum.kvstore.policies import Policy, parse_policy
-from kvorum.kvstore.retention import mass_given, retained_mass, retention_curve, smallest_budget
+from kvorum.kvstore.retention import kept_mass, kept_mass_curve, mass_given, smallest_budget
 from kvorum.kvstore.types import blocks_for
 from kvtest.models import random_weights, reference_backend, tiny_spec
 
@@ -48,45 +47,33 @@ def alive_scores(view: SlotView) -> list[list[float]]:
     ]
 
 
-def most_mass(view: SlotView) -> float:
-    return max(1e-9, *(math.fsum(scores) for scores in alive_scores(view)))
-
-
-class TestRetainedMass:
+class TestKeptMass:
     @given(views())
-    def test_it_is_the_mean_share_of_what_living_slots_received(self, view: SlotView) -> None:
-        mass = most_mass(view)
-        shares = [math.fsum(scores) / mass for scores in alive_scores(view)]
-        assert retained_mass(view, mass=mass) == pytest.approx(sum(shares) / len(shares))
-
-    @given(views())
-    def test_rounding_never_takes_it_above_one(self, view: SlotView) -> None:
-        full = replace(view, scores=torch.ones_like(view.scores))
-        assert retained_mass(full, mass=view.scores.shape[-1] * (1.0 - 1e-9)) <= 1.0
+    def test_it_is_what_living_slots_received(self, view: SlotView) -> None:
+        assert kept_mass(view) == pytest.approx(math.fsum(math.fsum(scores) for scores in alive_scores(view)))
 
 
 class TestCurve:
     @given(views())
     def test_it_equals_the_sums_of_the_best_scores(self, view: SlotView) -> None:
-        mass, num_slots = most_mass(view), view.scores.shape[-1]
-        found = retention_curve(view, mass=mass, block_size=BLOCK_SIZE).tolist()
+        num_slots = view.scores.shape[-1]
+        found = kept_mass_curve(view, block_size=BLOCK_SIZE).tolist()
         expected = [
-            sum(math.fsum(scores[: blocks * BLOCK_SIZE]) / mass for scores in alive_scores(view)) / (LAYERS * HEADS)
+            math.fsum(math.fsum(scores[: blocks * BLOCK_SIZE]) for scores in alive_scores(view))
             for blocks in range(blocks_for(num_slots, BLOCK_SIZE) + 1)
         ]
         assert found == pytest.approx(expected)
 
     @given(views())
-    def test_it_rises_from_nothing_to_the_retained_mass(self, view: SlotView) -> None:
-        mass = most_mass(view)
-        curve = retention_curve(view, mass=mass, block_size=BLOCK_SIZE)
+    def test_it_rises_from_nothing_to_the_kept_mass(self, view: SlotView) -> None:
+        curve = kept_mass_curve(view, block_size=BLOCK_SIZE)
         assert curve[0] == 0.0
         assert bool((curve.diff() >= 0.0).all())
-        assert float(curve[-1]) == pytest.approx(retained_mass(view, mass=mass))
+        assert float(curve[-1]) == pytest.approx(kept_mass(view))
 
     @given(views())
     def test_each_block_adds_no_more_than_the_one_before(self, view: SlotView) -> None:
-        gains = retention_curve(view, mass=most_mass(view), block_size=BLOCK_SIZE).diff()
+        gains = kept_mass_curve(view, block_size=BLOCK_SIZE).diff()
         assert bool((gains.diff() <= 1e-9).all())
 
 
@@ -134,12 +121,12 @@ def test_the_mass_given_is_the_attention_of_a_real_run(name: str, heads: tuple[i
     spec = tiny_spec(num_heads=heads[0], num_kv_heads=heads[1], window=13)
     rule = rule_of(parse_policy(name))
     found = Run(rule, spec=spec).view.scores.sum(dim=-1)
-    mass = mass_given(rule, num_tokens=NUM_TOKENS, group_size=spec.group_size)
-    torch.testing.assert_close(found, torch.full_like(found, mass))
+    mass = mass_given(rule, spec, num_tokens=NUM_TOKENS)
+    torch.testing.assert_close(found, torch.full_like(found, mass / found.numel()))
 
 
 def mass_of(run: Run, policy: Policy) -> float:
-    return mass_given(rule_of(policy), num_tokens=NUM_TOKENS, group_size=run.spec.group_size)
+    return mass_given(rule_of(policy), run.spec, num_tokens=NUM_TOKENS)
 
 
 def cut(run: Run, policy: Policy, keep: int) -> SlotView:
@@ -157,38 +144,41 @@ def cut(run: Run, policy: Policy, keep: int) -> SlotView:
     return backend.view_slots(run.pool, 0, targets, keep)
 
 
+def find_budget(view: SlotView, policy: Policy, *, floor: float, budget: int) -> int:
+    return smallest_budget(view, policy, floor=floor, budget=budget, prompt_tokens=NUM_TOKENS, add_up=lambda kept: kept)
+
+
 class TestSmallestBudget:
     @pytest.mark.parametrize("floor", [0.3, 0.5, 0.8, 0.9, 0.99])
     @pytest.mark.parametrize("name", ["h2o", "h2o_avg", "snap_h2o", "h2o:decay=0.95", "h2o_avg:recent=0.6,sinks=8"])
     def test_it_is_the_first_whose_cut_keeps_the_floor(self, name: str, floor: float) -> None:
         policy = parse_policy(name)
         run = Run(rule_of(policy))
-        mass = mass_of(run, policy)
-        expected = next(
-            keep for keep in range(16, NUM_TOKENS + 1) if retained_mass(cut(run, policy, keep), mass=mass) >= floor
-        )
-        found = smallest_budget(run.view, policy, floor=floor, budget=16, prompt_tokens=NUM_TOKENS, mass=mass)
-        assert found == expected
+        wanted = floor * mass_of(run, policy)
+        expected = next(keep for keep in range(16, NUM_TOKENS + 1) if kept_mass(cut(run, policy, keep)) >= wanted)
+        assert find_budget(run.view, policy, floor=wanted, budget=16) == expected
 
     def test_it_is_not_less_than_the_budget_asked_for(self) -> None:
         policy = parse_policy("h2o")
         run = Run(rule_of(policy))
-        found = smallest_budget(run.view, policy, floor=0.1, budget=29, prompt_tokens=40, mass=mass_of(run, policy))
-        assert found == 29
+        assert find_budget(run.view, policy, floor=0.1 * mass_of(run, policy), budget=29) == 29
 
     @pytest.mark.parametrize("budget", [16, 40, 50])
     def test_a_floor_of_one_keeps_everything(self, budget: int) -> None:
         policy = parse_policy("h2o_avg")
         run = Run(rule_of(policy))
-        found = smallest_budget(run.view, policy, floor=1.0, budget=budget, prompt_tokens=40, mass=mass_of(run, policy))
-        assert found == NUM_TOKENS
+        assert find_budget(run.view, policy, floor=mass_of(run, policy), budget=budget) == NUM_TOKENS
 
     def test_pending_victims_are_not_kept(self) -> None:
         policy = parse_policy("h2o:recent=0")
         scores = torch.tensor([[[5.0, 1.0, 1.0, 1.0]]])
         alive = torch.tensor([[[False, True, True, True]]])
         view = SlotView(torch.arange(4).view(1, 1, 4), scores, alive)
-        found = [
-            smallest_budget(view, policy, floor=floor, budget=1, prompt_tokens=4, mass=8.0) for floor in (0.25, 0.9)
-        ]
-        assert found == [2, 3]  # all that live keep 3 of 8
+        found = [find_budget(view, policy, floor=floor, budget=1) for floor in (2.0, 7.2)]
+        assert found == [2, 3]  # all that live keep 3
+
+    def test_what_other_ranks_keep_counts(self) -> None:
+        policy = parse_policy("h2o:recent=0")
+        view = SlotView(torch.arange(4).view(1, 1, 4), torch.ones(1, 1, 4), torch.ones(1, 1, 4, dtype=torch.bool))
+        found = smallest_budget(view, policy, floor=6.0, budget=1, prompt_tokens=4, add_up=lambda kept: 2.0 * kept)
+        assert found == 3

@@ -10,6 +10,7 @@ import torch
 from kvorum.kernels.cpu.backend import CpuBackend
 from kvorum.kernels.cpu.build import CompilerError
 from kvorum.kernels.reference.backend import ReferenceBackend
+from kvorum.kernels.spec import Shard
 from kvorum.kvstore.errors import UnsupportedError
 from kvorum.workers import backends
 from kvorum.workers.backends import load_backend
@@ -35,7 +36,7 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 def load(checkpoint: Checkpoint, **options: object) -> ReferenceBackend | CpuBackend:
     config = EngineConfig(model=str(checkpoint.path), model_name="tiny", device="cpu", **options)  # type: ignore[arg-type]
-    backend = load_backend(config, checkpoint)
+    backend = load_backend(config, checkpoint, Shard.whole(checkpoint.spec))
     assert isinstance(backend, ReferenceBackend | CpuBackend)
     return backend
 

@@ -57,7 +57,8 @@ class Generated:
 
 def load_cpu(path: Path) -> CpuBackend:
     config = EngineConfig(model=str(path), model_name="tiny", device="cpu", backend="cpu", dtype="float32")
-    backend = load_backend(config, resolve(str(path)))
+    checkpoint = resolve(str(path))
+    backend = load_backend(config, checkpoint, Shard.whole(checkpoint.spec))
     assert isinstance(backend, CpuBackend)
     return backend
 

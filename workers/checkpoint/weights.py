@@ -4,8 +4,7 @@
 2. A source (safetensors or GGUF) finds every tensor and compares its shape, before anything is read.
 3. Each tensor's range is read from the file, alone, and yielded in the asked dtype.
 
-o_bias and down_bias stay whole on every rank: they are added to a sum over ranks, so whoever adds up the ranks' parts
-must count them once.
+o_bias and down_bias are added to a sum over ranks: the first rank has them, the others have zeros.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from kvorum.workers.checkpoint.resolve import Checkpoint
 
 _NumberT = TypeVar("_NumberT", np.float32, np.uint8)
 _BLOCK = 32  # numbers that share a scale in BLOCK_BYTES' formats
+_SUMMED_BIASES = ("o_bias", "down_bias")
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 # Where the language model begins in a checkpoint: alone, inside a multimodal one, and that as transformers 5 saves it.
 _HF_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
@@ -98,7 +98,7 @@ def iter_weights(
 
     Args:
         checkpoint: the model.
-        shard: what this rank holds; embed comes whole all the same.
+        shard: what this rank holds.
         dtype: of the tensors yielded.
         on_progress: called after each weight with the bytes yielded so far and in all.
 
@@ -108,7 +108,7 @@ def iter_weights(
     """
 
     def read(source: _Source, name: str, cut: _Cut) -> torch.Tensor:
-        return source.read(name, cut).to(dtype).contiguous()
+        return _read_part(source, name, cut, shard).to(dtype).contiguous()
 
     return _read_all(checkpoint, shard, read, dtype=dtype, on_progress=on_progress)
 
@@ -120,9 +120,15 @@ def iter_stored_weights(
 
     def read(source: _Source, name: str, cut: _Cut) -> Weight:
         blocks = source.read_blocks(name, cut)
-        return source.read(name, cut).to(torch.float32).contiguous() if blocks is None else blocks
+        return _read_part(source, name, cut, shard).to(torch.float32).contiguous() if blocks is None else blocks
 
     return _read_all(checkpoint, shard, read, dtype=torch.float32, on_progress=on_progress)
+
+
+def _read_part(source: _Source, name: str, cut: _Cut, shard: Shard) -> torch.Tensor:
+    if name.endswith(_SUMMED_BIASES) and not shard.adds_biases:
+        return torch.zeros(cut.shape)
+    return source.read(name, cut)
 
 
 WeightT = TypeVar("WeightT")
@@ -160,7 +166,7 @@ def _layout(spec: DecoderSpec, shard: Shard) -> dict[str, _Cut]:
     whole = _Cut((hidden,), 0, 0, hidden)
     head_norm = _Cut((head_dim,), 0, 0, head_dim)
     return {
-        "embed": _Cut((spec.vocab_size, hidden), 0, 0, spec.vocab_size),
+        "embed": _Cut((spec.vocab_size, hidden), 0, *shard.vocab),
         "lm_head": _Cut((spec.vocab_size, hidden), 0, *shard.vocab),
         "q": _Cut((q_size, hidden), 0, *q),
         "k": _Cut((kv_size, hidden), 0, *kv),
@@ -177,7 +183,7 @@ def _layout(spec: DecoderSpec, shard: Shard) -> dict[str, _Cut]:
         "q_norm": head_norm,
         "k_norm": head_norm,
         **dict.fromkeys(("final_norm", "attn_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm"), whole),
-        **dict.fromkeys(("o_bias", "down_bias"), whole),
+        **dict.fromkeys(_SUMMED_BIASES, whole),
     }
 
 

@@ -49,7 +49,8 @@ def embedded_backend(dtype: torch.dtype = torch.float32) -> ReferenceBackend:
 def embedded_cpu_backend(**options: str) -> CpuBackend:
     """Return the CPU back end with the embedded model's weights; options are EngineConfig's."""
     config = EngineConfig(model="smollm2-135m", model_name="smollm2-135m", backend="cpu", **options)  # type: ignore[arg-type]
-    backend = load_backend(config, embedded_checkpoint())
+    checkpoint = embedded_checkpoint()
+    backend = load_backend(config, checkpoint, Shard.whole(checkpoint.spec))
     assert isinstance(backend, CpuBackend)
     return backend
 

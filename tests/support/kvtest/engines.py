@@ -11,6 +11,7 @@ import torch
 
 from kvorum.kernels.backend import Backend, PoolT, StepT
 from kvorum.kvstore.types import SeqId
+from kvorum.workers.communicator import Alone
 from kvorum.workers.engine import Engine
 from kvorum.workers.local import LocalExecutor
 from kvorum.workers.plan import RowPlan, Sample, SampleRequest, StepPlan, StepResult
@@ -53,7 +54,7 @@ class Recorder(LocalExecutor):
     """
 
     def __init__(self, backend: Backend[PoolT, StepT], pool: PoolT, *, note_kept: bool = True) -> None:
-        super().__init__(Worker(backend, pool, sampler=row_by_row(self._note_logits)))
+        super().__init__(Worker(backend, pool, sampler=row_by_row(self._note_logits), ranks=Alone()))
         self.logits: dict[SeqId, list[torch.Tensor]] = {}
         self.kept: dict[SeqId, list[Kept]] = {}
         self.plans: list[StepPlan] = []

@@ -27,9 +27,11 @@ from kvtest.checkpoints import ATTENTIONS, FAMILIES, model_weights, save_model, 
 GGUF_FAMILIES = ("llama", "qwen2", "qwen3", "gemma3")
 # Axis that a shard cuts, by kind of weight; whatever is not here comes whole.
 CUT_AXES = {
-    **dict.fromkeys(("q", "k", "v", "q_bias", "k_bias", "v_bias", "gate", "up", "gate_bias", "up_bias", "lm_head"), 0),
+    **dict.fromkeys(("q", "k", "v", "q_bias", "k_bias", "v_bias", "gate", "up", "gate_bias", "up_bias"), 0),
+    **dict.fromkeys(("embed", "lm_head"), 0),
     **dict.fromkeys(("o", "down"), 1),
 }
+SUMMED = ("o_bias", "down_bias")
 
 
 def load(checkpoint: Checkpoint, shard: Shard | None = None) -> dict[str, torch.Tensor]:
@@ -49,7 +51,7 @@ def thirds(spec: DecoderSpec) -> tuple[Shard, Shard]:
     mlp, vocab = spec.intermediate_size, spec.vocab_size
     return (
         Shard(q_heads=(0, 4), kv_heads=(0, 2), mlp=(0, 40), vocab=(0, 50)),
-        Shard(q_heads=(4, 6), kv_heads=(2, 3), mlp=(40, mlp), vocab=(50, vocab)),
+        Shard(q_heads=(4, 6), kv_heads=(2, 3), mlp=(40, mlp), vocab=(50, vocab), rank=1),
     )
 
 
@@ -63,8 +65,11 @@ def assert_shards_make_the_whole(checkpoint: Checkpoint) -> None:
     whole = load(checkpoint)
     parts = [load(checkpoint, shard) for shard in thirds(checkpoint.spec)]
     for name, weight in whole.items():
-        axis = CUT_AXES.get(name.rpartition(".")[2])
-        if axis is None:
+        leaf = name.rpartition(".")[2]
+        axis = CUT_AXES.get(leaf)
+        if leaf in SUMMED:
+            assert torch.equal(parts[0][name] + parts[1][name], weight), name
+        elif axis is None:
             assert all(torch.equal(part[name], weight) for part in parts), name
         else:
             assert torch.equal(torch.cat([part[name] for part in parts], axis), weight), name
