@@ -3,6 +3,7 @@
 #include <numeric>
 
 #include "paged_products.h"
+#include "pair_products.h"
 #include "ranking.h"
 
 namespace kvorum {
@@ -92,30 +93,92 @@ void decode_task(const Step& step, const Task& task, const Task* next, const Poo
     add_values<W>(pool, panels, slots, base, weights, stride, group, partial.output, ahead);
 }
 
-// One tile of queries of a strip; the strip's column sums grow by what their slots received.
+// Queries [begin, end) of a strip, and the slots up to the last one's own: those that they may see.
+struct Tile {
+    const Step& step;
+    const Task& task;
+    const Pool& pool;
+    const LayerShape& shape;
+    int begin, end;
+
+    const Sequence& sequence() const { return step.sequences[task.sequence]; }
+    const int32_t* panels() const { return step.panels_of(sequence()); }
+    long base() const { return pool.panel(shape.layer, task.head, 0); }
+    int rows() const { return (end - begin) * step.group_size; }
+    int slots() const { return sequence().slots_before() + end; }
+    int seen(int row) const { return sequence().slots_before() + begin + row / step.group_size + 1; }
+    const float* query(const float* qkv, int row) const { return qkv + token(row) * shape.stride + head(row); }
+    float* target(float* out, int row) const {
+        return out + token(row) * shape.num_heads * pool.head_dim + head(row);
+    }
+    // Hide from a row of logits what is outside the row's window.
+    void mask(int row, float* logits) const {
+        if (shape.window == 0) return;
+        const int oldest_hidden = sequence().start + begin + row / step.group_size - shape.window;
+        mask_window(pool, panels(), seen(row), base(), oldest_hidden, logits);
+    }
+
+  private:
+    long token(int row) const { return sequence().first_token + begin + row / step.group_size; }
+    long head(int row) const { return (long(task.head) * step.group_size + row % step.group_size) * pool.head_dim; }
+};
+
+void write_outputs(const Tile& tile, const float* output, const float* totals, float* out) {
+    const int head_dim = tile.pool.head_dim;
+    for (int row = 0; row < tile.rows(); ++row) {
+        float* target = tile.target(out, row);
+        const F16 inverse = splat(1.0f / totals[row]);
+        for (int d = 0; d < head_dim; d += LANES) store(target + d, load(output + row * head_dim + d) * inverse);
+    }
+}
+
+// Add to the strip's column sums what its slots received from a tile.
+void add_received(const Tile& tile, const float* exponentials, long stride, const float* totals, float* column_sums) {
+    const Sequence& sequence = tile.sequence();
+    const int group = tile.step.group_size;
+    for (int query = tile.begin; query < tile.end; ++query) {
+        const float weight = sequence.query_weight(sequence.start + query);
+        if (weight == 0.0f) continue;
+        const int first_row = (query - tile.begin) * group;
+        for (int i = 0; i < padded(tile.seen(first_row)); i += LANES) {
+            F16 received = load(column_sums + i);
+            for (int row = first_row; row < first_row + group; ++row)
+                received = fma(load(exponentials + row * stride + i), splat(weight / totals[row]), received);
+            store(column_sums + i, received);
+        }
+    }
+}
+
+// Call body with the tiles of a strip in order.
+template <class Body>
+void for_tiles(const Step& step, const Task& task, const Pool& pool, const LayerShape& shape, const Body& body) {
+    const int start = step.sequences[task.sequence].start;
+    for (int begin = task.begin, end; begin < task.end; begin = end) {
+        end = std::min(task.end, begin + TILE - (start + begin) % TILE);
+        body(Tile{step, task, pool, shape, begin, end});
+    }
+}
+
 template <class W>
-void prefill_tile(const Step& step, const Task& task, int begin, int end, const Pool& pool, const LayerShape& shape,
-                  const float* qkv, float* buffer, float* column_sums, float* out) {
-    const Sequence& sequence = step.sequences[task.sequence];
-    const int group = step.group_size, head_dim = pool.head_dim, rows = (end - begin) * group;
-    const int before = sequence.slots_before(), slots = before + end, stride = padded(slots);
-    const int32_t* panels = step.panels_of(sequence);
-    const long base = pool.panel(shape.layer, task.head, 0);
+void prefill_tile(const Tile& tile, const float* qkv, float* buffer, float* column_sums, float* out) {
+    const Pool& pool = tile.pool;
+    const int head_dim = pool.head_dim, rows = tile.rows(), slots = tile.slots(), stride = padded(slots);
+    const int32_t* panels = tile.panels();
+    const long base = tile.base();
     float* queries = buffer;
     float* output = queries + rows * head_dim;
     float* exponentials = output + rows * head_dim;
     float* scaled = exponentials + long(rows) * stride;
     float totals[TILE * MAX_GROUP];
     for (int row = 0; row < rows; ++row) {
-        const float* query = qkv + (sequence.first_token + begin + row / group) * shape.stride
-                             + (long(task.head) * group + row % group) * head_dim;
+        const float* query = tile.query(qkv, row);
         std::copy(query, query + head_dim, queries + row * head_dim);
     }
     compute_logits<W>(pool, panels, stride / LANES, base, queries, head_dim, rows, exponentials, stride);
     for (int row = 0; row < rows; ++row) {
-        const int query = begin + row / group, seen = before + query + 1;
+        const int seen = tile.seen(row);
         float* logits = exponentials + long(row) * stride;
-        if (shape.window > 0) mask_window(pool, panels, seen, base, sequence.start + query - shape.window, logits);
+        tile.mask(row, logits);
         float most;
         exponentiate(logits, seen, most, totals[row]);
         std::fill(logits + padded(seen), logits + stride, 0.0f);
@@ -127,25 +190,80 @@ void prefill_tile(const Step& step, const Task& task, int begin, int end, const 
     }
     std::fill(output, output + rows * head_dim, 0.0f);
     add_values<W>(pool, panels, slots, base, weights, stride, rows, output);
-    for (int row = 0; row < rows; ++row) {
-        float* target = out + long(sequence.first_token + begin + row / group) * shape.num_heads * head_dim
-                        + (long(task.head) * group + row % group) * head_dim;
-        const F16 inverse = splat(1.0f / totals[row]);
-        for (int d = 0; d < head_dim; d += LANES) store(target + d, load(output + row * head_dim + d) * inverse);
-    }
-    if (!sequence.keeps_scores) return;
-    for (int query = begin; query < end; ++query) {
-        const float weight = sequence.query_weight(sequence.start + query);
-        if (weight == 0.0f) continue;
-        const int first_row = (query - begin) * group;
-        for (int i = 0; i < padded(before + query + 1); i += LANES) {
-            F16 received = load(column_sums + i);
-            for (int row = first_row; row < first_row + group; ++row)
-                received = fma(load(exponentials + long(row) * stride + i), splat(weight / totals[row]), received);
-            store(column_sums + i, received);
-        }
-    }
+    write_outputs(tile, output, totals, out);
+    if (tile.sequence().keeps_scores) add_received(tile, exponentials, stride, totals, column_sums);
 }
+
+template <class W>
+void prefill_strip(const Step& step, const Task& task, const Pool& pool, const LayerShape& shape, const float* qkv,
+                   float* buffer, float* column_sums, float* out) {
+    for_tiles(step, task, pool, shape,
+              [&](const Tile& tile) { prefill_tile<W>(tile, qkv, buffer, column_sums, out); });
+}
+
+#if defined(KVORUM_PAIR_DOTS)
+
+// Turn a row of base-2 logits into exponentials of their distance to the largest, rounded to weights[0, end), and left
+// in float32 where they are kept; what is behind `slots` becomes 0. Returns their sum, before rounding.
+float exponentiate_to_bf16(float* row, int slots, int end, bool kept, uint16_t* weights) {
+    const int last = padded(slots);
+    std::fill(row + slots, row + last, -INFINITE);
+    F16 most = splat(-INFINITE);
+    for (int i = 0; i < last; i += LANES) most = max(most, load(row + i));
+    const F16 shift = splat(largest(most));
+    F16 sums = zero();
+    for (int i = 0; i < last; i += LANES) {
+        const F16 e = exp2_nonpositive(load(row + i) - shift);
+        if (kept) store(row + i, e);
+        store_bf16(weights + i, e);
+        sums = sums + e;
+    }
+    std::fill(weights + last, weights + end, uint16_t(0));
+    return sum(sums);
+}
+
+// A tile whose products are of bf16 pairs: K and V as they are in the pool, queries and exponentials rounded.
+void prefill_tile_in_pairs(const Tile& tile, const PairedSlots& paired, const float* qkv, Cutter cutter,
+                           float* column_sums, float* out) {
+    const int head_dim = tile.pool.head_dim, rows = tile.rows(), stride = padded(tile.slots());
+    const bool keeps_scores = tile.sequence().keeps_scores;
+    uint16_t* queries = cutter.take<uint16_t>(long(rows) * head_dim);
+    float* output = cutter.take<float>(long(rows) * head_dim);
+    uint16_t* weights = cutter.take<uint16_t>(long(rows) * stride);
+    float* exponentials = cutter.take<float>(long(rows) * stride);
+    float totals[TILE * MAX_GROUP];
+    for (int row = 0; row < rows; ++row) {
+        const float* query = tile.query(qkv, row);
+        for (int d = 0; d < head_dim; d += LANES)
+            store_bf16(queries + row * head_dim + d, load(query + d) * splat(1.44269504088896341f));
+    }
+    multiply_pairs<false>(queries, head_dim, rows, head_dim, paired.keys(), stride, exponentials, stride);
+    for (int row = 0; row < rows; ++row) {
+        float* logits = exponentials + long(row) * stride;
+        tile.mask(row, logits);
+        totals[row] = exponentiate_to_bf16(logits, tile.seen(row), stride, keeps_scores, weights + long(row) * stride);
+    }
+    std::fill(output, output + rows * head_dim, 0.0f);
+    for (int first = 0; first < stride; first += VALUE_PANELS * LANES)
+        multiply_pairs<true>(weights + first, stride, rows, std::min(VALUE_PANELS * LANES, stride - first),
+                             paired.values(first), head_dim, output, head_dim);
+    write_outputs(tile, output, totals, out);
+    if (keeps_scores) add_received(tile, exponentials, stride, totals, column_sums);
+}
+
+template <>
+void prefill_strip<uint16_t>(const Step& step, const Task& task, const Pool& pool, const LayerShape& shape,
+                             const float* qkv, float* buffer, float* column_sums, float* out) {
+    const Sequence& sequence = step.sequences[task.sequence];
+    Cutter cutter(buffer);
+    const PairedSlots paired = pair_slots(pool, step.panels_of(sequence), sequence.slots_before() + task.end,
+                                          pool.panel(shape.layer, task.head, 0), cutter);
+    for_tiles(step, task, pool, shape, [&](const Tile& tile) {
+        prefill_tile_in_pairs(tile, paired, qkv, cutter, column_sums, out);   // each cuts the rest anew
+    });
+}
+
+#endif
 
 template <class W>
 void prefill_task(const Step& step, const Task& task, const Pool& pool, const LayerShape& shape, const float* qkv,
@@ -153,11 +271,7 @@ void prefill_task(const Step& step, const Task& task, const Pool& pool, const La
     const Sequence& sequence = step.sequences[task.sequence];
     float* column_sums = scratch + task.scratch;
     if (sequence.keeps_scores) std::fill(column_sums, column_sums + padded(sequence.slots_before() + task.end), 0.0f);
-    for (int begin = task.begin; begin < task.end;) {
-        const int end = std::min(task.end, begin + TILE - (sequence.start + begin) % TILE);
-        prefill_tile<W>(step, task, begin, end, pool, shape, qkv, buffer, column_sums, out);
-        begin = end;
-    }
+    prefill_strip<W>(step, task, pool, shape, qkv, buffer, column_sums, out);
 }
 
 // Score slots [begin, end) by what they received, received(first) for 16 of them; note the lowest where victims are due.
@@ -286,7 +400,9 @@ void plan_tasks(Step& step, const Pool& pool) {
                     if (sequence.keeps_scores) scratch += padded(slots);
                 }
                 scratch = (scratch + LANES - 1) / LANES * LANES;
-                buffer = std::max(buffer, 2 * rows * (long(head_dim) + padded(slots)));
+                const bool in_pairs = HAS_PAIR_DOTS && !decodes && pool.format == KV_BF16;
+                buffer = std::max(buffer, 2 * rows * (long(head_dim) + padded(slots))
+                                              + (in_pairs ? paired_size(head_dim, padded(slots)) : 0));
             }
             finish.num_tasks = int(tasks.size()) - finish.first_task;
             finishes.push_back(finish);

@@ -20,7 +20,8 @@ void plan_tasks(Step& step, const Pool& pool);
 void append(const Member& member, const Step& step, const Pool& pool, const LayerShape& shape, const float* qkv);
 
 // Attend, task by task; queries are rotated and scaled. Decode leaves partial results in scratch [scratch_size], prefill
-// writes out [num_tokens, num_heads * head_dim]. buffer [buffer_size] is this member's own.
+// writes out [num_tokens, num_heads * head_dim]. buffer [buffer_size] is this member's own. Over bf16 K and V, prefill
+// rounds queries and exponentials to bf16 where the processor has dot products of it; sums stay float32.
 void attend(const Member& member, Step& step, const Pool& pool, const LayerShape& shape, const float* qkv, float* scratch,
             float* buffer, float* out);
 

@@ -120,6 +120,40 @@ KVORUM_INLINE I16 dot(I16 acc, U64 bytes, const int8_t* a) {
     return {_mm512_dpbusd_epi32(acc.v, bytes.v, _mm512_set1_epi32(four))};
 }
 #endif
+#if defined(__AVX512BF16__)
+#define KVORUM_PAIR_DOTS 1
+// 16 pairs of bf16.
+struct P16 { __m512i v; };
+KVORUM_INLINE P16 load_pairs(const uint16_t* p) { return {_mm512_loadu_si512(p)}; }
+KVORUM_INLINE P16 splat_pair(const uint16_t* p) {
+    int32_t both;
+    std::memcpy(&both, p, 4);
+    return {_mm512_set1_epi32(both)};
+}
+// acc[i] += a[i][0] * b[i][0] + a[i][1] * b[i][1], in float32; subnormal numbers count as 0.
+KVORUM_INLINE F16 dot(F16 acc, P16 a, P16 b) { return {_mm512_dpbf16_ps(acc.v, (__m512bh)a.v, (__m512bh)b.v)}; }
+// p = 16 numbers of each, by turns.
+KVORUM_INLINE void store_pairs(uint16_t* p, const uint16_t* first, const uint16_t* second) {
+    const auto widen = [](const uint16_t* from) {
+        return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    };
+    _mm512_storeu_si512(p, _mm512_or_si512(widen(first), _mm512_slli_epi32(widen(second), 16)));
+}
+KVORUM_INLINE void store_bf16(uint16_t* p, F16 a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(a.v));
+}
+// 2^x within 2 ulp for x <= 0, 0 below -150: half of exp's instructions, for it may use those of AVX-512.
+KVORUM_INLINE F16 exp2_nonpositive(F16 x) {
+    const F16 clamped = max(splat(-200.0f), x), n = round(clamped), r = clamped - n;
+    F16 y = splat(1.326472731307149e-3f);
+    y = fma(y, r, splat(9.671512991189957e-3f));
+    y = fma(y, r, splat(5.550733581185341e-2f));
+    y = fma(y, r, splat(2.4022242426872253e-1f));
+    y = fma(y, r, splat(6.931470036506653e-1f));
+    y = fma(y, r, splat(1.0f));
+    return {_mm512_scalef_ps(y.v, n.v)};
+}
+#endif
 KVORUM_INLINE void store_rounded(int8_t* p, F16 a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }

@@ -28,11 +28,10 @@ RULES = {
 # Of hidden states after two layers, relative to the largest: float32 arithmetic against float64.
 F32_TOLERANCE = 2e-5
 TOLERANCES = {Format.F32: F32_TOLERANCE, Format.BF16: 3e-2, Format.Q8: 3e-2}
-KV_TOLERANCES = {torch.float32: F32_TOLERANCE, torch.bfloat16: 2e-2, torch.int8: 5e-2}
+# bfloat16: K and V are rounded, and on processors with bf16 dot products a prompt's queries and softmax weights too.
+KV_TOLERANCES = {torch.float32: F32_TOLERANCE, torch.bfloat16: 5e-3, torch.int8: 5e-2}
 
-
-@settings(max_examples=25)
-@given(
+any_shape = given(
     num_kv_heads=st.integers(1, 3),
     group_size=st.sampled_from([1, 2, 3, 4, 7, 8, 9]),
     head_dim=st.sampled_from([32, 48, 64, 128, 256]),
@@ -42,6 +41,10 @@ KV_TOLERANCES = {torch.float32: F32_TOLERANCE, torch.bfloat16: 2e-2, torch.int8:
     rule=st.sampled_from([None, *RULES.values()]),
     seed=st.integers(0, 10**6),
 )
+
+
+@settings(max_examples=25)
+@any_shape
 def test_any_shape_equals_the_reference(
     num_kv_heads: int,
     group_size: int,
@@ -65,6 +68,26 @@ def test_any_shape_equals_the_reference(
         talk.assert_same_slots()
 
 
+@settings(max_examples=25)
+@any_shape
+def test_any_shape_comes_close_with_bf16_kv(
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    lengths: list[int],
+    block_size: int,
+    window: int | None,
+    rule: EvictionRule | None,
+    seed: int,
+) -> None:
+    spec = tiny_spec(num_heads=num_kv_heads * group_size, num_kv_heads=num_kv_heads, head_dim=head_dim, window=window)
+    pair = make_pair(spec, block_size=block_size, kv_dtype=torch.bfloat16)
+    talk = Conversation(pair, seed=seed, lengths=lengths, rule=rule)
+    for counts in (lengths, [1 + talk.random.choice([0, 0, 5, 17]) for _ in lengths]):
+        assert talk.step(counts) < KV_TOLERANCES[torch.bfloat16]
+    talk.assert_same_slots(score_tolerance=1e-2, relative=1e-2)
+
+
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_a_long_life_with_evictions_and_cuts_equals_the_reference(rule: EvictionRule) -> None:
     pair = make_pair(tiny_spec(num_heads=6, num_kv_heads=2, head_dim=32))
@@ -80,13 +103,14 @@ def test_a_long_life_with_evictions_and_cuts_equals_the_reference(rule: Eviction
         talk.assert_same_slots()
 
 
-def test_more_slots_than_a_chunk_and_a_strip_equal_the_reference() -> None:
-    pair = make_pair(tiny_spec(num_heads=4, num_kv_heads=2, head_dim=32), num_blocks=80)
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+def test_more_slots_than_a_chunk_and_a_strip_equal_the_reference(kv_dtype: torch.dtype) -> None:
+    pair = make_pair(tiny_spec(num_heads=4, num_kv_heads=2, head_dim=32), num_blocks=80, kv_dtype=kv_dtype)
     talk = Conversation(pair, seed=1, lengths=[600, 300], rule=H2O)
-    assert talk.step([600, 300]) < F32_TOLERANCE
+    assert talk.step([600, 300]) < KV_TOLERANCES[kv_dtype]
     for _ in range(3):
-        assert talk.step([1, 1]) < F32_TOLERANCE
-    talk.assert_same_slots()
+        assert talk.step([1, 1]) < KV_TOLERANCES[kv_dtype]
+    talk.assert_same_slots(relative=1e-4 if kv_dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize("format", [Format.BF16, Format.Q8])
@@ -140,13 +164,23 @@ def test_half_layers_make_the_same_bits_as_the_whole() -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("format", [Format.F32, Format.BF16, Format.Q8])
+@pytest.mark.parametrize(
+    ("format", "kv_dtype"),
+    [
+        (Format.F32, torch.float32),
+        (Format.BF16, torch.float32),
+        (Format.Q8, torch.float32),
+        (Format.F32, torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_a_row_depends_neither_on_its_neighbours_nor_on_threads_nor_on_chunks(format: Format, num_threads: int) -> None:
+def test_a_row_depends_neither_on_its_neighbours_nor_on_threads_nor_on_chunks(
+    format: Format, kv_dtype: torch.dtype, num_threads: int
+) -> None:
     spec = tiny_spec(num_heads=6, num_kv_heads=2, head_dim=32)
     weights = small_weights(spec)
-    alone = cpu_backend(spec, weights, format=format, byte_prompts=True, num_threads=2)
-    crowded = cpu_backend(spec, weights, format=format, byte_prompts=True, num_threads=num_threads)
+    alone = cpu_backend(spec, weights, format=format, kv_dtype=kv_dtype, byte_prompts=True, num_threads=2)
+    crowded = cpu_backend(spec, weights, format=format, kv_dtype=kv_dtype, byte_prompts=True, num_threads=num_threads)
     prompt = torch.randint(0, spec.vocab_size, (100,), generator=torch.manual_seed(0))
     pool = alone.allocate_pool(num_blocks=8, block_size=16, max_num_seqs=1)
     table = tuple(range(8))

@@ -65,7 +65,7 @@ class Conversation:
         self.pair.reference.shrink(self.pair.reference_pool, request)
         self.num_slots[row] = keep
 
-    def assert_same_slots(self, *, score_tolerance: float = 1e-3) -> None:
+    def assert_same_slots(self, *, score_tolerance: float = 1e-3, relative: float = 1e-4) -> None:
         """The same tokens in the same slots, the same victims, scores alike."""
         for row, (table, num_slots) in enumerate(zip(self.tables, self.num_slots, strict=True)):
             ours = self.pair.cpu.view_slots(self.pair.cpu_pool, row, table, num_slots)
@@ -73,7 +73,7 @@ class Conversation:
             assert torch.equal(ours.positions, theirs.positions)
             assert torch.equal(ours.alive, theirs.alive)
             if self.rule is not None:
-                torch.testing.assert_close(ours.scores.double(), theirs.scores, atol=score_tolerance, rtol=1e-4)
+                torch.testing.assert_close(ours.scores.double(), theirs.scores, atol=score_tolerance, rtol=relative)
 
 
 def make_pair(spec: DecoderSpec, **options: object) -> Pair:
