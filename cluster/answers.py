@@ -205,6 +205,7 @@ def receipt_of(endings: Iterable[Ending]) -> KvorumReceipt:
         queued_ms=max(receipt.queued_ms for receipt in receipts),
         preemptions=sum(receipt.preemptions for receipt in receipts),
         evicted_in_prefill=any(receipt.evicted_in_prefill for receipt in receipts),
+        resumes=max(ending.resumes for ending in endings),
     )
 
 

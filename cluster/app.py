@@ -7,8 +7,10 @@ bring torch along.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.engine_deployment import EngineReplica, ReportBytes
@@ -18,27 +20,31 @@ from kvorum.workers.engine_server import Engine
 
 APP_NAME = "kvorum"
 ROUTER_NAME = "Router"
+ENGINE_NAME = "Engine"
 GRPC_SERVICERS = (
     "kvorum.protos.inference.v1.inference_pb2_grpc.add_InferenceServiceServicer_to_server",
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
 )
 # Serve's own limit must never be the one that turns a client away: admission is ours, with its typed errors.
 _NO_LIMIT = 1_000_000
+# An engine's ranks are killed in this time once it is drained; one that is stuck takes Ray 5 s.
+_STOP_TIMEOUT_S = 8.0
+# Over which an engine's load is averaged before engines are added or taken away.
+_LOOK_BACK_S = 15.0
 
 
 def build_app(config: ClusterConfig) -> serve.Application:
     """Lay out routers and engines."""
-    engines = [
-        serve.deployment(
-            name=engine_name(index),
-            max_ongoing_requests=_NO_LIMIT,
-            ray_actor_options={"num_cpus": 0},
-            health_check_period_s=1.0,
-            graceful_shutdown_timeout_s=config.drain_timeout_s,
-            graceful_shutdown_wait_loop_s=0.1,
-        )(EngineReplica).bind(config, engine_name(index), build_engine)
-        for index in range(config.num_engines)
-    ]
+    engines = serve.deployment(
+        name=ENGINE_NAME,
+        max_ongoing_requests=_NO_LIMIT,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=1.0,
+        health_check_timeout_s=3.0,
+        graceful_shutdown_timeout_s=config.drain_timeout_s + _STOP_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.1,
+        **_engine_count(config),
+    )(EngineReplica).bind(config, build_engine)
     routers = serve.deployment(
         name=ROUTER_NAME,
         num_replicas=config.num_routers,
@@ -47,12 +53,24 @@ def build_app(config: ClusterConfig) -> serve.Application:
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
     )(IngressRouter)
-    return routers.bind(config, *engines)
+    return routers.bind(config, engines)
 
 
-def engine_name(index: int) -> str:
-    """Return the name of an engine, which is its deployment's name too."""
-    return f"engine-{index}"
+def _engine_count(config: ClusterConfig) -> dict[str, Any]:
+    """Return Serve's options for how many engines there are."""
+    if config.max_engines is None:
+        return {"num_replicas": config.num_engines}
+    policy = AutoscalingPolicy(policy_function="kvorum.cluster.autoscaling:scale_engines")
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=config.num_engines,
+            max_replicas=config.max_engines,
+            upscale_delay_s=config.upscale_delay_s,
+            downscale_delay_s=config.downscale_delay_s,
+            look_back_period_s=_LOOK_BACK_S,
+            policy=policy,
+        )
+    }
 
 
 async def build_engine(config: ClusterConfig, engine_id: str, report_bytes: ReportBytes) -> Engine:

@@ -148,13 +148,29 @@ class FrontDoorSection(_Section):
     request_timeout_s: float = Field(
         default=600.0, gt=0, description="Seconds after which a request is ended, waiting included."
     )
+    max_resumes: int = Field(
+        default=3, ge=0, description="How often a request that lost its engine goes on with another."
+    )
+    resume_timeout_s: float = Field(
+        default=30.0, ge=0, description="Seconds that a request which lost its engine waits for one with room."
+    )
 
 
 class ClusterSection(_Section):
     """How many processes, and where."""
 
     num_routers: int = Field(default=1, ge=1, le=100, description="Processes that clients connect to.")
-    num_engines: int = Field(default=1, ge=1, description="Replicas of the model.")
+    num_engines: int = Field(default=1, ge=1, description="Replicas of the model; the fewest, with max_engines.")
+    max_engines: int | None = Field(
+        default=None,
+        ge=1,
+        description="Engines are added up to this many while KV pools or batches fill, and taken away again; default: "
+        "num_engines, always.",
+    )
+    upscale_delay_s: float = Field(default=10.0, ge=0, description="Seconds of high load before an engine is added.")
+    downscale_delay_s: float = Field(
+        default=300.0, ge=0, description="Seconds of low load before an engine is taken away."
+    )
     tensor_parallel_size: int = Field(default=1, ge=1, description="Ranks that share one replica.")
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
         default="PACK",
@@ -175,6 +191,12 @@ class ClusterSection(_Section):
 
 class ClusterConfig(ModelSection, CacheSection, SchedulerSection, FrontDoorSection, ClusterSection):
     """All settings of one kvorum cluster; see each section."""
+
+    @model_validator(mode="after")
+    def _check_engines(self) -> Self:
+        if self.max_engines is not None and self.max_engines < self.num_engines:
+            raise ValueError(f"max_engines: must be at least num_engines, {self.num_engines}, got {self.max_engines}")
+        return self
 
     @model_validator(mode="after")
     def _check_ports(self) -> Self:

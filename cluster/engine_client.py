@@ -22,7 +22,7 @@ from kvorum.cluster.engine_status import EngineStatus
 from kvorum.kvstore.errors import EngineLostError, KvorumError
 from kvorum.protos.engine.v1 import engine_pb2 as pb
 from kvorum.protos.engine.v1 import engine_pb2_grpc as pb_grpc
-from kvorum.workers.request import EngineRequest, EngineStats, RequestId, RequestOutput
+from kvorum.workers.request import EngineRequest, EngineStats, FinishReason, RequestId, RequestOutput
 from kvorum.workers.wire import (
     Abort,
     Command,
@@ -83,6 +83,13 @@ class RequestStream:
 def is_last(item: RequestOutput | KvorumError) -> bool:
     """Say whether nothing can follow for the sequence."""
     return isinstance(item, KvorumError) or item.finish_reason is not None
+
+
+def _tells_of_loss(item: RequestOutput | KvorumError) -> bool:
+    """Say whether the engine can serve nothing any more; its heartbeats will say so too, but later."""
+    if isinstance(item, KvorumError):
+        return isinstance(item, EngineLostError)
+    return item.finish_reason is FinishReason.ERROR
 
 
 class EngineClient:
@@ -179,6 +186,8 @@ class EngineClient:
             self.status = EngineStatus(self.status.info, stats, is_healthy)
 
     def _deliver(self, request_id: RequestId, item: RequestOutput | KvorumError) -> None:
+        if self.status and _tells_of_loss(item):
+            self._update_status(self.status.stats, healthy=False)
         stream = self._streams.get(request_id)
         if stream is None:
             return

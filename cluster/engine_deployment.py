@@ -1,8 +1,11 @@
 """One engine as a Serve replica: the engine with its ranks, and the port on which routers reach it.
 
-Loading takes minutes for large models, so it goes on beside the replica's start: until it is done `address` is None and
-`progress` says how far it is. A replica whose engine failed to load, or lost a rank, fails its health check, and Serve
-starts it anew.
+An engine's life:
+ 1. It is built beside the replica's start, since loading takes minutes for large models: until it is done it has no
+    address, and `progress` says how far it is. If that fails, so does the replica's health check: Serve starts it anew.
+ 2. It serves until a rank dies or is stuck. Then its streams end, which their routers take up elsewhere, its ranks are
+    killed, and it is built again in the same replica.
+ 3. Before it stops, it tells its routers to send nothing more, and waits for what runs.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 
 import ray.util
 
+from kvorum.cluster.autoscaling import LOAD_METRIC, engine_load
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.logs import log_to_stderr
 from kvorum.kvstore.errors import EngineLostError
@@ -22,15 +26,26 @@ from kvorum.workers.engine_server import Engine, EngineServer
 
 logger = logging.getLogger(__name__)
 
+_REBUILD_PERIOD_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
     """How far an engine is. error: why it will not come up, for users."""
 
+    engine_id: str
     is_ready: bool = False
     loaded_bytes: int = 0
     total_bytes: int = 0
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """Where an engine listens; address is None while it loads."""
+
+    engine_id: str
+    address: str | None
 
 
 ReportBytes = Callable[[int, int], None]
@@ -38,56 +53,78 @@ EngineBuilder = Callable[[ClusterConfig, str, ReportBytes], Awaitable[Engine]]
 
 
 class EngineReplica:
-    """Builds an engine and serves it to routers."""
+    """Builds an engine, serves it to routers, and builds it again when it is lost."""
 
-    def __init__(self, config: ClusterConfig, engine_id: str, build_engine: EngineBuilder) -> None:
+    def __init__(self, config: ClusterConfig, build_engine: EngineBuilder) -> None:
         """Start to load; build_engine gets the configuration, the engine's id and a function to report bytes to."""
+        from ray import serve  # not for those who only ask how far an engine is
+
         log_to_stderr()
         self._config = config
-        self._engine_id = engine_id
+        self._engine_id = f"engine-{serve.get_replica_context().replica_id.unique_id}"
         self._build_engine = build_engine
-        self._progress = LoadProgress()
+        self._progress = LoadProgress(self._engine_id)
+        self._address: str | None = None
         self._engine: Engine | None = None
         self._server: EngineServer | None = None
-        self._address: str | None = None
-        self._loading = asyncio.create_task(self._load())
+        self._life = asyncio.create_task(self._live())
 
-    async def address(self) -> str | None:
-        """Return host:port of the engine's gRPC server, once it is up."""
-        return self._address
+    async def address(self) -> EngineAddress:
+        """Return where the engine's gRPC server is, once it is up."""
+        return EngineAddress(self._engine_id, self._address)
 
     async def progress(self) -> LoadProgress:
         """Say how far the engine is."""
         return self._progress
 
     async def check_health(self) -> None:
-        """Raise when the engine failed to load or a rank is dead; Serve calls this."""
+        """Raise when the engine failed to load; Serve calls this."""
         if self._progress.error:
             raise EngineLostError(self._progress.error)
-        if self._progress.is_ready and self._engine:
-            await self._engine.check_health()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Report how loaded the engine is; Serve calls this where engines are scaled."""
+        return {LOAD_METRIC: engine_load(self._engine.info, self._engine.stats())} if self._engine else {}
 
     async def __del__(self) -> None:
-        """Let go of ranks and port; Serve calls and awaits this at shutdown."""
-        self._loading.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._loading
+        """Drain the engine, then let go of ranks and port; Serve calls and awaits this at shutdown."""
         if self._server:
-            await self._server.stop()
-        if self._engine:
-            await self._engine.stop()
+            await self._server.drain(self._config.drain_timeout_s)
+        self._life.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._life
 
-    async def _load(self) -> None:
+    async def _live(self) -> None:
+        was_ready = False
+        while True:
+            try:
+                engine = await self._build_engine(self._config, self._engine_id, self._report_bytes)
+            except Exception as error:
+                logger.exception("engine %s failed to start", self._engine_id)
+                if not was_ready:
+                    self._progress = LoadProgress(self._engine_id, error=str(error) or repr(error))
+                    return
+                await asyncio.sleep(_REBUILD_PERIOD_S)
+                continue
+            was_ready = True
+            await self._serve(engine)
+            logger.error("engine %s is lost and built again", self._engine_id)
+
+    async def _serve(self, engine: Engine) -> None:
+        """Serve an engine until it fails."""
+        server = EngineServer(engine)
         try:
-            self._engine = await self._build_engine(self._config, self._engine_id, self._report_bytes)
-            await self._engine.start()
-            self._server = EngineServer(self._engine)
+            await engine.start()
             host: str = ray.util.get_node_ip_address()
-            self._address = f"{host}:{await self._server.start(host)}"
-            self._progress = LoadProgress(is_ready=True)
-        except Exception as error:
-            logger.exception("engine %s failed to start", self._engine_id)
-            self._progress = LoadProgress(error=str(error) or repr(error))
+            self._address = f"{host}:{await server.start(host)}"
+            self._engine, self._server = engine, server
+            self._progress = LoadProgress(self._engine_id, is_ready=True)
+            await server.failed()
+        finally:
+            self._engine = self._server = self._address = None
+            self._progress = LoadProgress(self._engine_id)
+            await server.stop()
+            await engine.stop()
 
     def _report_bytes(self, loaded_bytes: int, total_bytes: int) -> None:
-        self._progress = LoadProgress(loaded_bytes=loaded_bytes, total_bytes=total_bytes)
+        self._progress = LoadProgress(self._engine_id, loaded_bytes=loaded_bytes, total_bytes=total_bytes)

@@ -11,14 +11,14 @@ import hmac
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 
 from kvorum.cluster.admission import Admission, LocalAdmission
 from kvorum.cluster.config import ClusterConfig
-from kvorum.cluster.engine_client import EngineClient
+from kvorum.cluster.engine_directory import EngineDirectory
 from kvorum.cluster.engine_status import EngineStatus
 from kvorum.cluster.errors import status_of
-from kvorum.cluster.generation import Delta, Generator
+from kvorum.cluster.generation import Delta, Generator, ResumePolicy
 from kvorum.cluster.metrics import RouterMetrics
 from kvorum.cluster.model import ServedModel
 from kvorum.cluster.planning import GenerationRequest, Prompting, Surroundings, plan_generation
@@ -36,7 +36,7 @@ class Frontend:
         self,
         config: ClusterConfig,
         model: ServedModel,
-        engines: Sequence[EngineClient],
+        engines: EngineDirectory,
         *,
         rng: random.Random | None = None,
     ) -> None:
@@ -49,13 +49,18 @@ class Frontend:
         self._rng = rng or random.Random(config.seed)
         self._lease_s = 30.0
         self._admission: Admission = LocalAdmission(self.live_engines, clock=time.monotonic, lease_s=self._lease_s)
-        self._generator = Generator(model, engines, self._admission, on_finish=self.metrics.count_finish)
+        self._generator = Generator(
+            model,
+            engines.clients,
+            self._admission,
+            resume=ResumePolicy(max_resumes=config.max_resumes, timeout_s=config.resume_timeout_s),
+            on_finish=self.metrics.count_finish,
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Connect to the engines and keep the leases of running requests."""
-        self._tasks = [asyncio.create_task(engine.run()) for engine in self._engines]
-        self._tasks.append(asyncio.create_task(self._renew_leases()))
+        self._tasks = [asyncio.create_task(self._engines.run()), asyncio.create_task(self._renew_leases())]
 
     async def stop(self) -> None:
         """Let go of the engines, which aborts what still runs."""
@@ -83,7 +88,7 @@ class Frontend:
 
     def statuses(self) -> Mapping[str, EngineStatus]:
         """Return what each connected engine said last, by id."""
-        return {engine.status.info.engine_id: engine.status for engine in self._engines if engine.status}
+        return {client.status.info.engine_id: client.status for client in self._engines.clients() if client.status}
 
     def live_engines(self) -> Mapping[str, EngineStatus]:
         """Return the engines whose ranks are all alive."""

@@ -3,16 +3,19 @@
 A request's way through it:
  1. `open` asks admission for a lease and sends the request's sequences to the leased engine.
  2. Each output's tokens become text (detokenizer.py); what is safe to send leaves as a Delta.
- 3. A stop string ends the sequence: the engine is told, and the last Delta waits for its receipt.
- 4. When the caller leaves `open`, for whatever reason, what still runs is aborted and the lease given back.
+ 3. When the engine is lost, what is not over goes to another one as prompt + answer so far; the client sees a pause.
+    A token depends on what came before it and on (seed, index) alone, so the answer goes on as it would have.
+ 4. A stop string ends the sequence: the engine is told, and the last Delta waits for its receipt.
+ 5. When the caller leaves `open`, for whatever reason, what still runs is aborted and the lease given back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 from kvorum.cluster.admission import Admission, Demand
 from kvorum.cluster.detokenizer import IncrementalDetokenizer, StopFilter
@@ -20,21 +23,25 @@ from kvorum.cluster.engine_client import EngineClient, RequestStream
 from kvorum.cluster.errors import AbortedError
 from kvorum.cluster.model import ServedModel
 from kvorum.cluster.planning import GenerationRequest
-from kvorum.kvstore.errors import DeadlineError, EngineLostError, InvalidRequestError
+from kvorum.kvstore.errors import CapacityError, DeadlineError, EngineLostError, InvalidRequestError
 from kvorum.workers.request import EngineRequest, FinishReason, Receipt, RequestId, RequestOutput, TokenLogprobs
 
 # An engine ends a request at its deadline by itself; a stuck one gets this much longer.
 _DEADLINE_GRACE_S = 2.0
+_RESUME_PERIOD_S = 0.1
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a sequence ended."""
+    """How a sequence ended. engine_id, receipt: of the engine that ended it; resumes: how many were lost before."""
 
     reason: FinishReason
     engine_id: str
     receipt: Receipt
     completion_tokens: int
+    resumes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +58,40 @@ class Delta:
     ending: Ending | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ResumePolicy:
+    """How a request goes on when its engine is lost.
+
+    max_resumes: how often. timeout_s: how long it may wait each time for an engine that has room.
+    """
+
+    max_resumes: int = 3
+    timeout_s: float = 30.0
+
+
 class Generator:
     """Runs requests on the engines of one router."""
 
     def __init__(
         self,
         model: ServedModel,
-        engines: Sequence[EngineClient],
+        engines: Callable[[], Collection[EngineClient]],
         admission: Admission,
         *,
+        resume: ResumePolicy,
         on_finish: Callable[[FinishReason], None],
     ) -> None:
-        """Serve `model` on `engines`; on_finish hears how each sequence ended."""
-        self._model = model
+        """Serve `model` on the engines that there are; on_finish hears how each sequence ended."""
+        self.model = model
+        self.admission = admission
+        self.resume = resume
+        self.on_finish = on_finish
         self._engines = engines
-        self._admission = admission
-        self._on_finish = on_finish
-        self._running: dict[RequestId, RequestStream] = {}
+        self._running: dict[RequestId, _Run] = {}
 
     @property
     def running(self) -> tuple[RequestId, ...]:
-        """Requests that hold a lease."""
+        """Requests that are not over."""
         return tuple(self._running)
 
     @contextlib.asynccontextmanager
@@ -81,56 +101,135 @@ class Generator:
             raise InvalidRequestError(
                 f"request_id: a request with id {request.request_id!r} is running", param="request_id"
             )
-        lease = await self._admission.admit(_demand(request))
+        run = _Run(self, request)
+        self._running[request.request_id] = run
         try:
-            stream = self._engine(lease.engine_id).submit(request.sequences)
-            self._running[request.request_id] = stream
-            try:
-                yield self._deltas(request, stream, engine_id=lease.engine_id)
-            finally:
-                del self._running[request.request_id]
-                stream.close()
+            await run.start()
+            yield run.deltas()
         finally:
-            await self._admission.release(request.request_id)
+            del self._running[request.request_id]
+            await run.close()
 
     def abort(self, request_id: RequestId) -> bool:
         """End a running request, whose caller then sees AbortedError; return whether there was one."""
-        stream = self._running.get(request_id)
-        if stream:
-            stream.abort()
-        return stream is not None
+        run = self._running.get(request_id)
+        if run:
+            run.abort()
+        return run is not None
 
-    def _engine(self, engine_id: str) -> EngineClient:
-        for client in self._engines:
+    def engine(self, engine_id: str) -> EngineClient:
+        """Return a connected engine; raises EngineLostError."""
+        for client in self._engines():
             if client.status and client.status.info.engine_id == engine_id:
                 return client
         raise EngineLostError(f"engine {engine_id} was lost before the request reached it")
 
-    async def _deltas(
-        self, request: GenerationRequest, stream: RequestStream, *, engine_id: str
-    ) -> AsyncIterator[Delta]:
-        deadline_s = asyncio.get_running_loop().time() + request.timeout_s + _DEADLINE_GRACE_S
-        sequences = {
-            sequence.request_id: _Sequence(index, sequence, request, self._model)
-            for index, sequence in enumerate(request.sequences)
-        }
-        while sequences:
+
+class _Run:
+    """One request on its way over one engine, or over several, one after the other."""
+
+    def __init__(self, generator: Generator, request: GenerationRequest) -> None:
+        self._generator = generator
+        self._request = request
+        self._deadline_s = _now_s() + request.timeout_s
+        self._open = [
+            _Sequence(index, sequence, request, generator.model) for index, sequence in enumerate(request.sequences)
+        ]
+        self._attempts: dict[RequestId, _Sequence] = {}
+        self._stream: RequestStream | None = None
+        self._engine_id = ""
+        self._resumes = 0
+        self._lost: EngineLostError | None = None
+        self._give_up_s = self._deadline_s
+        self._is_aborted = False
+
+    async def start(self) -> None:
+        """Send the request to an engine, or to another if that one is lost just then."""
+        try:
+            await self._submit()
+        except EngineLostError:
+            await self.close()
+            await self._submit()
+
+    async def _submit(self) -> None:
+        """Get a lease and send what is not over to the leased engine."""
+        lease = await self._generator.admission.admit(_demand(self._request))
+        remaining_s = max(0.0, self._deadline_s - _now_s())
+        attempts = [sequence.attempt(self._resumes, timeout_s=remaining_s) for sequence in self._open]
+        self._attempts = {attempt.request_id: sequence for attempt, sequence in zip(attempts, self._open, strict=True)}
+        self._engine_id = lease.engine_id
+        self._stream = self._generator.engine(lease.engine_id).submit(attempts)
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Yield what is new until all sequences are over."""
+        while self._open:
             try:
-                async with asyncio.timeout_at(deadline_s):
-                    output = await stream.next()
-            except TimeoutError:
-                raise _deadline_error(request) from None
-            _raise_failure(output, request)
-            sequence = sequences[output.request_id]
-            delta = sequence.take(output, engine_id=engine_id)
-            if sequence.needs_finish:
-                stream.finish(output.request_id)
-                sequence.needs_finish = False
-            if delta.ending:
-                del sequences[output.request_id]
-                self._on_finish(delta.ending.reason)
-            if delta != Delta(delta.index):
-                yield delta
+                output = await self._next()
+            except EngineLostError as lost:
+                self._resumes += 1
+                await self._resume(lost)
+            except CapacityError:
+                if self._lost is None:
+                    raise
+                await self._resume(self._lost)
+            else:
+                self._lost = None
+                if delta := self._take(output):
+                    yield delta
+
+    def abort(self) -> None:
+        """End the request wherever it is."""
+        self._is_aborted = True
+        if self._stream:
+            self._stream.abort()
+
+    async def close(self) -> None:
+        """Let go of engine and lease."""
+        if self._stream:
+            self._stream.close()
+            self._stream = None
+        await self._generator.admission.release(self._request.request_id)
+
+    async def _next(self) -> RequestOutput:
+        assert self._stream, "a run that goes on has an engine"
+        try:
+            async with asyncio.timeout_at(self._deadline_s + _DEADLINE_GRACE_S):
+                output = await self._stream.next()
+        except TimeoutError:
+            raise _deadline_error(self._request) from None
+        _raise_failure(output, self._request)
+        return output
+
+    def _take(self, output: RequestOutput) -> Delta | None:
+        sequence = self._attempts[output.request_id]
+        delta = sequence.take(output, engine_id=self._engine_id, resumes=self._resumes)
+        if sequence.needs_finish:
+            assert self._stream
+            self._stream.finish(output.request_id)
+            sequence.needs_finish = False
+        if delta.ending:
+            self._open.remove(sequence)
+            self._generator.on_finish(delta.ending.reason)
+        return delta if delta != Delta(delta.index) else None
+
+    async def _resume(self, lost: EngineLostError) -> None:
+        """Go on with another engine, as soon as one has room; raise what was lost when none has in time."""
+        policy = self._generator.resume
+        if self._lost is None:
+            self._lost, self._give_up_s = lost, min(_now_s() + policy.timeout_s, self._deadline_s)
+        while True:
+            await self.close()
+            if self._is_aborted:
+                raise AbortedError("the request was aborted")
+            if self._resumes > policy.max_resumes or _now_s() > self._give_up_s:
+                raise lost
+            try:
+                await self._submit()
+            except (EngineLostError, CapacityError):
+                await asyncio.sleep(_RESUME_PERIOD_S)
+            else:
+                logger.info("request %s goes on with engine %s", self._request.request_id, self._engine_id)
+                return
 
 
 class _Sequence:
@@ -138,7 +237,8 @@ class _Sequence:
 
     def __init__(self, index: int, sequence: EngineRequest, request: GenerationRequest, model: ServedModel) -> None:
         self._index = index
-        self._num_tokens = 0
+        self._sequence = sequence
+        self._token_ids: list[int] = []
         self._stop = StopFilter(request.stop)
         self.needs_finish = False
 
@@ -147,16 +247,27 @@ class _Sequence:
 
         self._detokenizer = IncrementalDetokenizer(decode, context=sequence.prompt_token_ids)
 
-    def take(self, output: RequestOutput, *, engine_id: str) -> Delta:
+    def attempt(self, number: int, *, timeout_s: float) -> EngineRequest:
+        """Return what to send to an engine: the sequence, as far as it has come, under an id of this attempt's own."""
+        request_id = self._sequence.request_id
+        self.needs_finish = self._stop.is_stopped  # the engine that was told is gone
+        return replace(
+            self._sequence,
+            request_id=RequestId(f"{request_id}~{number}") if number else request_id,
+            timeout_s=timeout_s,
+            answer_token_ids=tuple(self._token_ids),
+        )
+
+    def take(self, output: RequestOutput, *, engine_id: str, resumes: int) -> Delta:
         """Turn one output into what is new for the client."""
         text, count = self._read(output.token_ids)
         if output.finish_reason is None:
-            self.needs_finish = self._stop.is_stopped and count > 0
+            self.needs_finish |= self._stop.is_stopped and count > 0
             return Delta(self._index, text, output.token_ids[:count], output.logprobs[:count])
         assert output.receipt, "an engine's final output has a receipt"
         text += self._stop.push(self._detokenizer.flush()) + self._stop.flush()
         reason = FinishReason.STOP if self._stop.is_stopped else output.finish_reason
-        ending = Ending(reason, engine_id, output.receipt, self._num_tokens)
+        ending = Ending(reason, engine_id, output.receipt, len(self._token_ids), resumes)
         return Delta(self._index, text, output.token_ids[:count], output.logprobs[:count], ending)
 
     def _read(self, token_ids: Sequence[int]) -> tuple[str, int]:
@@ -166,7 +277,7 @@ class _Sequence:
             if self._stop.is_stopped:
                 return text, count
             text += self._stop.push(self._detokenizer.push((token_id,)))
-            self._num_tokens += 1
+            self._token_ids.append(token_id)
         return text, len(token_ids)
 
 
@@ -189,3 +300,7 @@ def _raise_failure(output: RequestOutput, request: GenerationRequest) -> None:
 
 def _deadline_error(request: GenerationRequest) -> DeadlineError:
     return DeadlineError(f"the request took longer than {request.timeout_s:g} s")
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

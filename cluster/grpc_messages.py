@@ -126,5 +126,5 @@ def _completion_message(ending: Ending, prompt_tokens: int) -> pb.Completion:
             completion_tokens=ending.completion_tokens,
             prompt_tokens_cached=ending.receipt.prompt_tokens_cached,
         ),
-        receipt=pb.Receipt(engine=ending.engine_id, **receipt),
+        receipt=pb.Receipt(engine=ending.engine_id, resumes=ending.resumes, **receipt),
     )

@@ -185,19 +185,19 @@ def _environment(config: ClusterConfig) -> dict[str, str]:
 def _wait_until_ready(config: ClusterConfig, on_progress: OnProgress) -> None:
     from ray import serve
 
-    from kvorum.cluster.app import APP_NAME, ROUTER_NAME, engine_name
+    from kvorum.cluster.app import APP_NAME, ENGINE_NAME, ROUTER_NAME
 
     deadline_s = time.monotonic() + config.startup_timeout_s
-    waiting = {engine_name(index) for index in range(config.num_engines)}
-    while waiting:
-        for name in sorted(waiting):
-            handle = serve.get_deployment_handle(name, APP_NAME)
-            progress: LoadProgress = handle.progress.remote().result(timeout_s=_CONTROL_TIMEOUT_S)
-            if progress.error:
-                raise StartupError(f"{name}: {progress.error}")
-            on_progress(progress, name)
-            if progress.is_ready:
-                waiting.discard(name)
+    engines = serve.get_deployment_handle(ENGINE_NAME, APP_NAME)
+    num_ready = 0
+    while num_ready < config.num_engines:
+        loads: list[LoadProgress] = engines.broadcast("progress").results(timeout_s=_CONTROL_TIMEOUT_S)
+        loads.sort(key=lambda load: load.engine_id)
+        for index, load in enumerate(loads):
+            if load.error:
+                raise StartupError(f"engine: {load.error}")
+            on_progress(load, f"engine {index}")
+        num_ready = sum(load.is_ready for load in loads)
         _pause(deadline_s, config)
     routers = serve.get_deployment_handle(ROUTER_NAME, APP_NAME)
     while routers.broadcast("is_ready").results(timeout_s=_CONTROL_TIMEOUT_S) != [True] * config.num_routers:

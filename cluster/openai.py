@@ -169,6 +169,7 @@ class KvorumReceipt(_Response):
     queued_ms: float
     preemptions: int
     evicted_in_prefill: bool
+    resumes: int
 
 
 class TopLogprob(_Response):

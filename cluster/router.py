@@ -12,15 +12,13 @@ Deployment handles carry control only: where the engines are, and shutdown.
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from kvorum.cluster.config import ClusterConfig
-from kvorum.cluster.engine_client import EngineClient
-from kvorum.cluster.engine_deployment import EngineReplica
+from kvorum.cluster.engine_deployment import EngineAddress, EngineReplica
+from kvorum.cluster.engine_directory import Discover, EngineDirectory
 from kvorum.cluster.frontend import Frontend
 from kvorum.cluster.grpc_service import GrpcService
 from kvorum.cluster.http import create_app
@@ -28,16 +26,16 @@ from kvorum.cluster.logs import log_to_stderr
 from kvorum.cluster.model import load_model
 from kvorum.kvstore.errors import EngineLostError
 
-_CONTROL_TIMEOUT_S = 5.0
+_CONTROL_TIMEOUT_S = 2.0
 
 
 class Router(GrpcService):
     """Construction and delegation; the work is in the modules named above."""
 
-    def __init__(self, config: ClusterConfig, *engines: DeploymentHandle[EngineReplica]) -> None:
+    def __init__(self, config: ClusterConfig, engines: DeploymentHandle[EngineReplica]) -> None:
         """Serve what `engines` compute."""
         log_to_stderr()
-        self._frontend = Frontend(config, load_model(config), [_client(handle) for handle in engines])
+        self._frontend = Frontend(config, load_model(config), EngineDirectory(_discovery(engines)))
         self._frontend.start()
         super().__init__(self._frontend)
 
@@ -58,18 +56,18 @@ class Router(GrpcService):
         await self._frontend.stop()
 
 
-def _client(handle: DeploymentHandle[EngineReplica]) -> EngineClient:
-    async def resolve_address() -> str:
+def _discovery(engines: DeploymentHandle[EngineReplica]) -> Discover:
+    async def discover() -> dict[str, str]:
         try:
-            async with asyncio.timeout(_CONTROL_TIMEOUT_S):
-                address: str | None = await handle.address.remote()
-        except Exception as error:  # whatever Ray raises for a replica that is not there
-            raise EngineLostError(f"the engine's replica does not answer: {error!r}") from error
-        if address is None:
-            raise EngineLostError("the engine is loading")
-        return address
+            answers = await engines.broadcast("address").results_async(
+                timeout_s=_CONTROL_TIMEOUT_S, return_exceptions=True
+            )
+        except Exception as error:  # whatever Ray raises while there is no replica
+            raise EngineLostError(f"the engines' replicas do not answer: {error!r}") from error
+        found = [answer for answer in answers if isinstance(answer, EngineAddress)]
+        return {each.engine_id: each.address for each in found if each.address is not None}
 
-    return EngineClient(resolve_address)
+    return discover
 
 
 IngressRouter = serve.ingress()(Router)

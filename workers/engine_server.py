@@ -12,6 +12,7 @@ Heartbeats fill the silence, so that a router can tell an idle engine from a stu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 from typing import Protocol
@@ -97,7 +98,10 @@ class EngineServer:
         self._engine = engine
         self._heartbeat_interval_s = heartbeat_interval_s
         self._health_timeout_s = health_timeout_s
-        self._healthy = True
+        self._is_alive = True
+        self._is_draining = False
+        self._failed = asyncio.Event()
+        self._outboxes: set[asyncio.Queue[Event | None]] = set()
         self._server: grpc.aio.Server | None = None
         self._health_task: asyncio.Task[None] | None = None
 
@@ -112,6 +116,19 @@ class EngineServer:
         self._health_task = asyncio.create_task(self._watch_health())
         return bound_port
 
+    async def failed(self) -> None:
+        """Wait until the engine can serve no more."""
+        await self._failed.wait()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Ask the routers for no more requests and wait until the engine is idle, or timeout_s is over."""
+        self._is_draining = True
+        self._tell_health()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._engine.stats().num_running + self._engine.stats().num_waiting:
+                    await asyncio.sleep(0.02)
+
     async def stop(self) -> None:
         """End all sessions and close the port."""
         if self._health_task:
@@ -123,6 +140,8 @@ class EngineServer:
         """Run one session until its commands end; what is to be sent goes into the outbox, None at the end."""
         session = self._engine.open_session()
         outbox.put_nowait(Hello(self._engine.info, self._engine.stats()))
+        outbox.put_nowait(self._heartbeat())
+        self._outboxes.add(outbox)
         try:
             async with asyncio.TaskGroup() as group:
                 background = (
@@ -134,6 +153,7 @@ class EngineServer:
                 for task in background:
                     task.cancel()
         finally:
+            self._outboxes.discard(outbox)
             session.close()
             outbox.put_nowait(None)
 
@@ -145,20 +165,28 @@ class EngineServer:
     async def _beat(self, outbox: asyncio.Queue[Event | None]) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_interval_s)
-            outbox.put_nowait(Heartbeat(self._engine.stats(), self._healthy))
+            outbox.put_nowait(self._heartbeat())
+
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(self._engine.stats(), self._is_alive and not self._is_draining)
+
+    def _tell_health(self) -> None:
+        for outbox in self._outboxes:
+            outbox.put_nowait(self._heartbeat())
 
     async def _watch_health(self) -> None:
-        while True:
-            self._healthy = await self._is_healthy()
-            await asyncio.sleep(self._heartbeat_interval_s)
+        while self._is_alive:
+            self._is_alive = await self._is_healthy()
+            await asyncio.sleep(self._heartbeat_interval_s if self._is_alive else 0)
+        self._tell_health()
+        self._failed.set()
 
     async def _is_healthy(self) -> bool:
         try:
             async with asyncio.timeout(self._health_timeout_s):
                 await self._engine.check_health()
         except Exception as error:  # whatever a rank died of, the answer is the same
-            if self._healthy:
-                logger.error("engine %s is not healthy: %r", self._engine.info.engine_id, error)
+            logger.error("engine %s is not healthy: %r", self._engine.info.engine_id, error)
             return False
         return True
 

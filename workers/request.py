@@ -74,7 +74,8 @@ class EngineRequest:
     """One sequence to generate.
 
     timeout_s: seconds from its arrival at the engine after which it is ended with FinishReason.TIMEOUT.
-    priority: lower runs earlier. cache_salt: prefix blocks are shared only between equal salts.
+    priority: lower runs earlier. cache_salt: prefix blocks are shared only between equal salts. answer_token_ids: the
+    answer so far, which another engine generated: this one goes on after it, as if it had been its own.
     """
 
     request_id: RequestId
@@ -84,6 +85,7 @@ class EngineRequest:
     priority: int = 0
     timeout_s: float | None = None
     cache_salt: str = ""
+    answer_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

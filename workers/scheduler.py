@@ -85,16 +85,13 @@ class Scheduler:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
         if not prompt:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        bad = next((token for token in prompt if not 0 <= token < limits.vocab_size), None)
-        if bad is not None:
-            raise InvalidRequestError(f"token id {bad} is not in 0..{limits.vocab_size - 1}", param="prompt")
-        for name, token_ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
-            if any(not 0 <= token < limits.vocab_size for token in token_ids):
-                raise InvalidRequestError(f"{name}: token ids must be in 0..{limits.vocab_size - 1}", param=name)
+        self._check_token_ids(request)
         if not 0.0 <= request.kv.min_retained_mass <= 1.0:
             raise InvalidRequestError("min_retained_mass must be in 0..1", param="kvorum.min_retained_mass")
         if sampling.max_tokens < 1:
             raise InvalidRequestError(f"max_tokens must be at least 1, got {sampling.max_tokens}", param="max_tokens")
+        if len(request.answer_token_ids) >= sampling.max_tokens:
+            raise InvalidRequestError("the answer is as long as max_tokens already", param="answer_token_ids")
         context = len(prompt) + sampling.max_tokens
         if context > limits.max_model_len:
             raise ContextLengthError(
@@ -116,6 +113,20 @@ class Scheduler:
                 param="prompt",
             )
 
+    def _check_token_ids(self, request: EngineRequest) -> None:
+        last = self._limits.vocab_size - 1
+        bad = next((token for token in request.prompt_token_ids if not 0 <= token <= last), None)
+        if bad is not None:
+            raise InvalidRequestError(f"token id {bad} is not in 0..{last}", param="prompt")
+        others = {
+            "logit_bias": request.sampling.logit_bias,
+            "stop_token_ids": request.sampling.stop_token_ids,
+            "answer_token_ids": request.answer_token_ids,
+        }
+        for name, token_ids in others.items():
+            if any(not 0 <= token <= last for token in token_ids):
+                raise InvalidRequestError(f"{name}: token ids must be in 0..{last}", param=name)
+
     def add(self, request: EngineRequest, *, now_s: float) -> None:
         """Queue a request that `check` has passed."""
         policy = parse_policy(request.kv.policy)
@@ -126,7 +137,7 @@ class Scheduler:
             policy=policy,
             budget=resolve_budget(policy, request.kv.kv_budget, context_tokens=context),
             arrival_s=now_s,
-            tokens=list(request.prompt_token_ids),
+            tokens=[*request.prompt_token_ids, *request.answer_token_ids],
         )
         self._next_seq_id += 1
         self._by_request[request.request_id] = sequence

@@ -175,6 +175,7 @@ def _request_to_pb(request: EngineRequest) -> pb.SubmitCommand:
         priority=request.priority,
         timeout_s=request.timeout_s,
         cache_salt=request.cache_salt,
+        answer_token_ids=request.answer_token_ids,
     )
 
 
@@ -187,6 +188,7 @@ def _request_from_pb(message: pb.SubmitCommand) -> EngineRequest:
         priority=message.priority,
         timeout_s=message.timeout_s if message.HasField("timeout_s") else None,
         cache_salt=message.cache_salt,
+        answer_token_ids=tuple(message.answer_token_ids),
     )
 
 

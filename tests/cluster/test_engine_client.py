@@ -182,8 +182,35 @@ def test_the_router_hears_of_a_dead_rank() -> None:
         async with link() as wired:
             wired.host.ranks_are_alive = False
             await eventually(lambda: wired.client.status is not None and not wired.client.status.healthy)
-            wired.host.ranks_are_alive = True
-            await eventually(lambda: wired.client.status is not None and wired.client.status.healthy)
+            async with asyncio.timeout(5):
+                await wired.host.server.failed()
+
+    asyncio.run(scenario())
+
+
+def test_a_draining_engine_asks_for_nothing_more_and_finishes_what_runs() -> None:
+    async def scenario() -> None:
+        async with link(step_delay_s=0.005) as wired:
+            stream = wired.client.submit([request(max_tokens=30)])
+            await stream.next()
+            draining = asyncio.create_task(wired.host.server.drain(10.0))
+            await eventually(lambda: wired.client.status is not None and not wired.client.status.healthy)
+            assert not draining.done()
+            while (await stream.next()).finish_reason is None:
+                pass
+            async with asyncio.timeout(5):
+                await draining
+
+    asyncio.run(scenario())
+
+
+def test_draining_an_engine_does_not_wait_for_ever() -> None:
+    async def scenario() -> None:
+        async with link(step_delay_s=0.01) as wired:
+            stream = wired.client.submit([request(max_tokens=400)])
+            await stream.next()
+            await wired.host.server.drain(0.05)
+            assert wired.stats.num_running == 1
 
     asyncio.run(scenario())
 

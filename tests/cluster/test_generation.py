@@ -20,9 +20,15 @@ from kvtest.stack import Stack, running_stack
 from kvtest.waiting import eventually
 
 
-def run(scenario: Callable[[Stack], Awaitable[None]], *, step_delay_s: float = 0.005, timeout_s: float = 60.0) -> None:
+def run(
+    scenario: Callable[[Stack], Awaitable[None]],
+    *,
+    step_delay_s: float = 0.005,
+    timeout_s: float = 60.0,
+    max_resumes: int = 3,
+) -> None:
     async def main() -> None:
-        config = ClusterConfig(request_timeout_s=timeout_s, drain_timeout_s=1.0)
+        config = ClusterConfig(request_timeout_s=timeout_s, drain_timeout_s=1.0, max_resumes=max_resumes)
         async with running_stack(config, step_delay_s=step_delay_s) as stack:
             await scenario(stack)
             await stack.wait_until_idle()
@@ -114,14 +120,14 @@ def test_an_engines_failure_is_an_error_with_its_text(monkeypatch: pytest.Monkey
             failed = RequestOutput(
                 request.sequences[0].request_id, finish_reason=FinishReason.ERROR, error="out of luck"
             )
-            stack.clients[0]._streams[failed.request_id].deliver(failed.request_id, failed)
+            stack.client._streams[failed.request_id].deliver(failed.request_id, failed)
             with pytest.raises(EngineLostError, match="out of luck"):
                 async for _ in deltas:
                     pass
-        stack.clients[0]._streams.clear()
+        stack.client._streams.clear()
         stack.host.engine.end(failed.request_id, FinishReason.ABORT)
 
-    run(scenario)
+    run(scenario, max_resumes=0)
 
 
 def test_two_requests_cannot_have_one_id() -> None:

@@ -83,6 +83,7 @@ def test_a_completion_has_text_usage_and_receipt() -> None:
             "retained_mass": 1.0,
             "preemptions": 0,
             "evicted_in_prefill": False,
+            "resumes": 0,
         }
 
     run(scenario)

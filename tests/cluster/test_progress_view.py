@@ -12,9 +12,9 @@ def show_all() -> None:
     with ProgressView() as view:
         view.show_phase("starting Ray")
         view.show_phase("loading the model")
-        view.show_load(LoadProgress(), "engine-0")
-        view.show_load(LoadProgress(loaded_bytes=50, total_bytes=100), "engine-0")
-        view.show_load(LoadProgress(loaded_bytes=100, total_bytes=100), "engine-0")
+        view.show_load(LoadProgress("engine-0"), "engine-0")
+        view.show_load(LoadProgress("engine-0", loaded_bytes=50, total_bytes=100), "engine-0")
+        view.show_load(LoadProgress("engine-0", loaded_bytes=100, total_bytes=100), "engine-0")
 
 
 def test_a_pipe_gets_a_line_for_each_phase(capsys: pytest.CaptureFixture[str]) -> None:

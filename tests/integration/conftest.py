@@ -34,6 +34,7 @@ def cluster() -> Iterator[ClusterUnderTest]:
         max_num_waiting=MAX_NUM_WAITING,
         request_timeout_s=REQUEST_TIMEOUT_S,
         startup_timeout_s=180.0,
+        resume_timeout_s=0.5,
     )
     with contextlib.ExitStack() as stack:
         with warnings.catch_warnings():

@@ -104,5 +104,5 @@ def test_ranks_that_find_no_room_are_refused_in_time(
 ) -> None:
     monkeypatch.setattr(group, "PLACEMENT_TIMEOUT_S", 0.5)
     on_gpu = replace(config, device="cuda")
-    with pytest.raises(EngineLostError, match="no node with 1 CPU and 1 GPU"):
+    with pytest.raises(EngineLostError, match=r"no room \(PACK\) with 1 CPU and 1 GPU free for a rank"):
         asyncio.run(build_ray_engine(on_gpu, num_engines=2, engine_id="ray", on_progress=lambda _, __: None))

@@ -24,7 +24,7 @@ def engine_process() -> int:
     for entry in Path("/proc").iterdir():
         if (
             entry.name.isdigit()
-            and b"ServeReplica:kvorum:engine-0" in _read(entry / "cmdline")
+            and b"ServeReplica:kvorum:Engine" in _read(entry / "cmdline")
             and _is_below(entry, mine)
         ):
             return int(entry.name)

@@ -48,7 +48,7 @@ class SessionRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[SubmitCommand, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., finish: _Optional[_Union[FinishCommand, _Mapping]] = ...) -> None: ...
 
 class SubmitCommand(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "kv", "priority", "timeout_s", "cache_salt")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "kv", "priority", "timeout_s", "cache_salt", "answer_token_ids")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class SubmitCommand(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
@@ -63,7 +64,8 @@ class SubmitCommand(_message.Message):
     priority: int
     timeout_s: float
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., kv: _Optional[_Union[KVParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    answer_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., kv: _Optional[_Union[KVParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., answer_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AbortCommand(_message.Message):
     __slots__ = ("request_id",)

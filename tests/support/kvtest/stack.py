@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.engine_client import EngineClient
+from kvorum.cluster.engine_directory import EngineDirectory
 from kvorum.cluster.frontend import Frontend
 from kvorum.workers.engine import Engine
 from kvorum.workers.engine_server import EngineServer
@@ -72,7 +73,13 @@ class Stack:
 
     host: EngineHost
     frontend: Frontend
-    clients: list[EngineClient] = field(default_factory=list)
+    engines: EngineDirectory
+
+    @property
+    def client(self) -> EngineClient:
+        """The client of the only engine."""
+        (client,) = self.engines.clients()
+        return client
 
     async def wait_until_idle(self) -> None:
         """Wait until the engine holds nothing and the frontend runs nothing."""
@@ -84,13 +91,17 @@ async def running_stack(
     config: ClusterConfig | None = None, *, step_delay_s: float = 0.0, info: EngineInfo = DEFAULT_INFO
 ) -> AsyncIterator[Stack]:
     host = await EngineHost.start(info, step_delay_s=step_delay_s)
-    client = EngineClient(host.resolve_address, retry_interval_s=0.01)
     model = tiny_model(max_model_len=info.max_model_len)
-    frontend = Frontend(config or ClusterConfig(), model, [client], rng=random.Random(0))
+
+    async def discover() -> dict[str, str]:
+        return {info.engine_id: host.address} if host.address else {}
+
+    engines = EngineDirectory(discover, period_s=0.01, retry_interval_s=0.01)
+    frontend = Frontend(config or ClusterConfig(), model, engines, rng=random.Random(0))
     frontend.start()
     await eventually(lambda: frontend.is_ready)
     try:
-        yield Stack(host, frontend, [client])
+        yield Stack(host, frontend, engines)
     finally:
         await frontend.stop()
         await host.stop()
