@@ -1,4 +1,4 @@
-# make demo | serve | test | lint | protos | kernels | bench | bench-gpu | bench-peers: each sets up what it needs in .venv first.
+# make demo | serve | test | lint | protos | kernels | bench | bench-gpu | bench-peers | bench-ranks | chaos: each sets up what it needs in .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
@@ -7,7 +7,7 @@ ARGS ?=
 export PYTHONSAFEPATH := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo serve test lint format protos kernels bench bench-gpu bench-peers clean
+.PHONY: demo serve test lint format protos kernels bench bench-gpu bench-peers bench-ranks chaos clean
 
 demo: .venv/.demo
 	$(BIN)/kvorum demo $(ARGS)
@@ -43,6 +43,12 @@ bench-gpu: .venv/.demo
 
 bench-peers: .venv/.dev
 	$(BIN)/python -P bench/peers/run.py $(ARGS)
+
+bench-ranks: .venv/.demo
+	$(BIN)/python -P bench/ranks.py $(ARGS)
+
+chaos: .venv/.dev
+	$(BIN)/python -P bench/chaos/run.py $(ARGS)
 
 clean:
 	rm -rf .venv build src/*.egg-info

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvorum.cluster.engine_status import EngineStatus
+from kvorum.cluster.prefix_affinity import PrefixAffinity
 from kvorum.kvstore.errors import CapacityError, EngineLostError, NeverFitsError
 from kvorum.kvstore.policies import parse_policy, resolve_budget, smallest_footprint
 from kvorum.workers.request import EngineInfo, KVParams, RequestId
@@ -21,11 +22,16 @@ RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request asks of an engine: its sequences' tokens (prompt and answer), all under the same KV params."""
+    """What a request asks of an engine: its sequences' tokens (prompt and answer), all under the same KV params.
+
+    prompt, cache_salt: of the first sequence, by which an engine that has it cached is found.
+    """
 
     request_id: RequestId
     context_tokens: tuple[int, ...]
     kv: KVParams
+    prompt: tuple[int, ...] = ()
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +73,9 @@ class _Grant:
 class LocalAdmission:
     """Admission by one router, from its engines' own reports and the leases it granted itself.
 
-    The engine with most room gets the request. At most as many sequences are in flight as the engines can run and
-    queue, so that overload is answered here, at once, and not by growing queues.
+    The engine gets the request that would have to compute least of it and has most room: `_score`. At most as many
+    sequences are in flight as the engines can run and queue, so that overload is answered here, at once, and not by
+    growing queues.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class LocalAdmission:
         self._clock = clock
         self._lease_s = lease_s
         self._grants: dict[RequestId, _Grant] = {}
+        self._affinity = PrefixAffinity()
 
     @property
     def lease_s(self) -> float:
@@ -91,7 +99,7 @@ class LocalAdmission:
         return len(self._grants)
 
     async def admit(self, demand: Demand) -> Lease:
-        """Grant a lease on the engine with most room; see Admission."""
+        """Grant a lease on the best engine; see Admission."""
         self._drop_expired()
         if grant := self._grants.get(demand.request_id):
             return grant.lease
@@ -102,7 +110,9 @@ class LocalAdmission:
         if not fitting:
             raise _never_fits(demand, max((status.info for status in engines.values()), key=lambda i: i.num_blocks))
         self._check_room(demand, fitting)
-        engine_id = max(fitting, key=lambda engine_id: (self._room(fitting[engine_id]), engine_id))
+        self._affinity.keep_only(engines)
+        engine_id = max(fitting, key=lambda engine_id: (self._score(demand, fitting[engine_id]), engine_id))
+        self._affinity.note(engine_id, demand.prompt, demand.cache_salt)
         lease = Lease(demand.request_id, engine_id, self._clock() + self._lease_s)
         blocks = sum(_footprints(demand, fitting[engine_id].info))
         self._grants[demand.request_id] = _Grant(lease, len(demand.context_tokens), blocks)
@@ -129,12 +139,18 @@ class LocalAdmission:
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    def _room(self, status: EngineStatus) -> int:
-        """Blocks left for new requests; what was granted counts at once, before the engine's reports show it."""
-        granted = sum(
-            grant.num_blocks for grant in self._grants.values() if grant.lease.engine_id == status.info.engine_id
-        )
-        return status.info.num_blocks - max(status.stats.blocks_held, granted)
+    def _score(self, demand: Demand, status: EngineStatus) -> float:
+        """Add up the share of the prompt that is probably cached and the share of blocks that are free, less the queue.
+
+        So a whole prompt's prefix is worth as much as a whole pool, or as one batch of requests in line before it. What
+        was granted counts at once, before the engine's reports show it.
+        """
+        info, stats = status.info, status.stats
+        grants = [grant for grant in self._grants.values() if grant.lease.engine_id == info.engine_id]
+        held = max(stats.blocks_held, sum(grant.num_blocks for grant in grants))
+        in_line = max(stats.num_running + stats.num_waiting, sum(grant.num_sequences for grant in grants))
+        cached = self._affinity.cached_tokens(info.engine_id, demand.prompt, demand.cache_salt)
+        return cached / max(1, len(demand.prompt)) + (1 - held / info.num_blocks) - in_line / info.max_num_seqs
 
     def _drop_expired(self) -> None:
         now_s = self._clock()

@@ -7,6 +7,8 @@ bring torch along.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+from importlib.metadata import version
 from typing import Any
 
 from ray import serve
@@ -33,8 +35,12 @@ _STOP_TIMEOUT_S = 8.0
 _LOOK_BACK_S = 15.0
 
 
-def build_app(config: ClusterConfig) -> serve.Application:
-    """Lay out routers and engines."""
+def build_app(config: ClusterConfig, *, replaces_another: bool = False) -> serve.Application:
+    """Lay out routers and engines.
+
+    replaces_another: this rolls out over an application that serves; an engine then counts as started only when its
+    model is loaded, so that the next old one stops no sooner.
+    """
     engines = serve.deployment(
         name=ENGINE_NAME,
         max_ongoing_requests=_NO_LIMIT,
@@ -44,16 +50,34 @@ def build_app(config: ClusterConfig) -> serve.Application:
         graceful_shutdown_timeout_s=config.drain_timeout_s + _STOP_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
         **_engine_count(config),
-    )(EngineReplica).bind(config, build_engine)
+    )(EngineReplica)
     routers = serve.deployment(
         name=ROUTER_NAME,
         num_replicas=config.num_routers,
         max_ongoing_requests=_NO_LIMIT,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={
+            "num_cpus": 0,
+            # A trace of the resource, since routers are not counted by it.
+            **({"resources": {config.router_resource: 0.001}} if config.router_resource else {}),
+        },
+        health_check_period_s=1.0,
+        health_check_timeout_s=3.0,
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
     )(IngressRouter)
-    return routers.bind(config, engines)
+    bound_engines = _versioned(engines, config.for_engines()).bind(
+        config.for_engines(), build_engine, waits_for_model=replaces_another
+    )
+    return _versioned(routers, config.for_routers()).bind(config.for_routers(), bound_engines)
+
+
+def _versioned(deployment: serve.Deployment, config: ClusterConfig) -> serve.Deployment:
+    """Tell Serve that replicas need not start anew as long as their own settings are the same.
+
+    Serve has an argument for that, but takes it from its own code only; without it every update restarts everything.
+    """
+    text = f"{version('kvorum')} {config.model_dump_json()}"
+    return deployment.options(version=hashlib.sha256(text.encode()).hexdigest()[:16], _internal=True)
 
 
 def _engine_count(config: ClusterConfig) -> dict[str, Any]:

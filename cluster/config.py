@@ -10,7 +10,7 @@ import argparse
 import difflib
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
@@ -160,6 +160,11 @@ class ClusterSection(_Section):
     """How many processes, and where."""
 
     num_routers: int = Field(default=1, ge=1, le=100, description="Processes that clients connect to.")
+    router_resource: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Custom Ray resource of nodes that routers may run on; default: any.",
+    )
     num_engines: int = Field(default=1, ge=1, description="Replicas of the model; the fewest, with max_engines.")
     max_engines: int | None = Field(
         default=None,
@@ -189,8 +194,34 @@ class ClusterSection(_Section):
     drain_timeout_s: float = Field(default=5.0, ge=0, description="Seconds that running requests get at shutdown.")
 
 
+# What only one of the two kinds of process looks at. A change of the others' settings restarts none of them.
+ONLY_ENGINES = frozenset(
+    (
+        *("dtype", "device", "backend", "quantization", "prompt_activations"),
+        *("kv_cache_memory_bytes", "kv_cache_dtype", "gpu_memory_utilization", "block_size", "enable_prefix_caching"),
+        *SchedulerSection.model_fields,
+        *("num_engines", "max_engines", "upscale_delay_s", "downscale_delay_s"),
+        *("tensor_parallel_size", "placement_strategy", "num_cpus_per_rank", "executor", "fake_step_delay_s"),
+    )
+)
+ONLY_ROUTERS = frozenset(
+    (*FrontDoorSection.model_fields, "default_policy", "default_kv_budget", "chat_template", "seed", "num_routers")
+)
+
+
 class ClusterConfig(ModelSection, CacheSection, SchedulerSection, FrontDoorSection, ClusterSection):
     """All settings of one kvorum cluster; see each section."""
+
+    def for_engines(self) -> ClusterConfig:
+        """Return the settings that engines look at; all others have their defaults."""
+        return self._without(ONLY_ROUTERS)
+
+    def for_routers(self) -> ClusterConfig:
+        """Return the settings that routers look at; all others have their defaults."""
+        return self._without(ONLY_ENGINES)
+
+    def _without(self, names: Collection[str]) -> ClusterConfig:
+        return ClusterConfig.model_construct(**{k: v for k, v in dict(self).items() if k not in names})
 
     @model_validator(mode="after")
     def _check_engines(self) -> Self:

@@ -5,7 +5,7 @@ An engine's life:
     address, and `progress` says how far it is. If that fails, so does the replica's health check: Serve starts it anew.
  2. It serves until a rank dies or is stuck. Then its streams end, which their routers take up elsewhere, its ranks are
     killed, and it is built again in the same replica.
- 3. Before it stops, it tells its routers to send nothing more, and waits for what runs.
+ 3. Before it stops, be it for a new configuration, it tells its routers to send nothing more, and waits for what runs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvorum.workers.engine_server import Engine, EngineServer
 logger = logging.getLogger(__name__)
 
 _REBUILD_PERIOD_S = 1.0
+_START_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,13 @@ EngineBuilder = Callable[[ClusterConfig, str, ReportBytes], Awaitable[Engine]]
 class EngineReplica:
     """Builds an engine, serves it to routers, and builds it again when it is lost."""
 
-    def __init__(self, config: ClusterConfig, build_engine: EngineBuilder) -> None:
-        """Start to load; build_engine gets the configuration, the engine's id and a function to report bytes to."""
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ClusterConfig, build_engine: EngineBuilder, *, waits_for_model: bool
+    ) -> None:
+        """Start to load; build_engine gets the configuration, the engine's id and a function to report bytes to.
+
+        waits_for_model: the replica has started, for Serve, only once its model is loaded.
+        """
         from ray import serve  # not for those who only ask how far an engine is
 
         log_to_stderr()
@@ -68,6 +74,9 @@ class EngineReplica:
         self._engine: Engine | None = None
         self._server: EngineServer | None = None
         self._life = asyncio.create_task(self._live())
+        while waits_for_model and not self._progress.is_ready:
+            await self.check_health()
+            await asyncio.sleep(_START_POLL_S)
 
     async def address(self) -> EngineAddress:
         """Return where the engine's gRPC server is, once it is up."""

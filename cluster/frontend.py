@@ -55,6 +55,7 @@ class Frontend:
             self._admission,
             resume=ResumePolicy(max_resumes=config.max_resumes, timeout_s=config.resume_timeout_s),
             on_finish=self.metrics.count_finish,
+            on_resume=self.metrics.count_resume,
         )
         self._tasks: list[asyncio.Task[None]] = []
 

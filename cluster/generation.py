@@ -80,12 +80,14 @@ class Generator:
         *,
         resume: ResumePolicy,
         on_finish: Callable[[FinishReason], None],
+        on_resume: Callable[[], None],
     ) -> None:
-        """Serve `model` on the engines that there are; on_finish hears how each sequence ended."""
+        """Serve `model` on the engines that there are; on_finish hears how each sequence ended, on_resume of losses."""
         self.model = model
         self.admission = admission
         self.resume = resume
         self.on_finish = on_finish
+        self.on_resume = on_resume
         self._engines = engines
         self._running: dict[RequestId, _Run] = {}
 
@@ -229,6 +231,7 @@ class _Run:
                 await asyncio.sleep(_RESUME_PERIOD_S)
             else:
                 logger.info("request %s goes on with engine %s", self._request.request_id, self._engine_id)
+                self._generator.on_resume()
                 return
 
 
@@ -285,7 +288,8 @@ def _demand(request: GenerationRequest) -> Demand:
     context_tokens = tuple(
         len(sequence.prompt_token_ids) + sequence.sampling.max_tokens for sequence in request.sequences
     )
-    return Demand(request.request_id, context_tokens, request.sequences[0].kv)
+    first = request.sequences[0]
+    return Demand(request.request_id, context_tokens, first.kv, first.prompt_token_ids, first.cache_salt)
 
 
 def _raise_failure(output: RequestOutput, request: GenerationRequest) -> None:

@@ -11,11 +11,11 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvorum.cluster.addresses import check_reachable, choose_ports, url_host
-from kvorum.cluster.config import ClusterConfig
+from kvorum.cluster.config import ClusterConfig, ConfigError
 from kvorum.kernels.cpu.build import CompilerError, library_path
 from kvorum.kvstore.errors import DeadlineError, KvorumError
 
@@ -27,6 +27,8 @@ _LOCAL_NODE_IP = "127.0.0.2"
 _LOCAL_OBJECT_STORE_BYTES = 100 * 2**20
 _POLL_S = 0.1
 _CONTROL_TIMEOUT_S = 10.0
+# Clients know the routers by these.
+_FIXED_WHILE_RUNNING = ("host", "port", "grpc_port", "num_routers")
 
 
 class StartupError(KvorumError):
@@ -80,6 +82,29 @@ def running_cluster(
         )
 
 
+def update_cluster(cluster: RunningCluster, config: ClusterConfig) -> RunningCluster:
+    """Roll new settings out over a running cluster, an engine at a time, so that requests go on; return when done.
+
+    Raises:
+        ConfigError: a setting cannot be changed while the cluster runs.
+        StartupError: the new engines do not come up; those that were not replaced yet go on.
+    """
+    from ray import serve
+
+    from kvorum.cluster.app import APP_NAME, build_app
+
+    for name in _FIXED_WHILE_RUNNING:
+        old, new = getattr(cluster.config, name), getattr(config, name)
+        if new not in (old, 0):  # port 0 was any
+            raise ConfigError(f"{name}: cannot be changed from {old} to {new} while the cluster runs")
+    config = config.model_copy(update={name: getattr(cluster.config, name) for name in _FIXED_WHILE_RUNNING})
+    try:
+        serve.run(build_app(config, replaces_another=True), name=APP_NAME, route_prefix="/")
+    except RuntimeError as error:
+        raise StartupError(f"the new settings do not work: {error}") from error
+    return replace(cluster, config=config)
+
+
 def _prepare_kernels(config: ClusterConfig, on_phase: OnPhase) -> None:
     """Compile here, where it is seen, what ranks on this machine would compile."""
     if config.device == "cuda" or config.backend not in ("auto", "cpu"):
@@ -93,7 +118,7 @@ def _prepare_kernels(config: ClusterConfig, on_phase: OnPhase) -> None:
 
 @contextlib.contextmanager
 def _ray(config: ClusterConfig, address: str | None) -> Iterator[None]:
-    os.environ.update(_environment(config))
+    os.environ.update(serve_environment(config))
     if address is None:
         # All of this cluster's processes belong to one user on one machine and listen on the loopback.
         os.environ["RAY_AUTH_MODE"] = "disabled"
@@ -149,7 +174,7 @@ def _serve(config: ClusterConfig, *, is_local: bool) -> Iterator[None]:
             http_options=HTTPOptions(host=config.host, port=0),
             grpc_options=gRPCOptions(port=proxy_grpc_port, grpc_servicer_functions=list(GRPC_SERVICERS)),
             logging_config={"log_level": "ERROR"},
-            controller_options={"runtime_env": {"env_vars": _environment(config)}},
+            controller_options={"runtime_env": {"env_vars": serve_environment(config)}},
         )
         serve.run(build_app(config), name=APP_NAME, route_prefix="/")
         yield
@@ -162,8 +187,8 @@ def _serve(config: ClusterConfig, *, is_local: bool) -> Iterator[None]:
                 serve.shutdown()
 
 
-def _environment(config: ClusterConfig) -> dict[str, str]:
-    """Serve's settings that exist only as environment variables."""
+def serve_environment(config: ClusterConfig) -> dict[str, str]:
+    """Return Serve's settings that exist only as environment variables; every node of the cluster must have them."""
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",

@@ -18,6 +18,7 @@ _Kind = Literal["gauge", "counter"]
 
 # (name, kind, help, value); a counter's name gets `_total` on the wire.
 _ENGINE_METRICS: tuple[tuple[str, _Kind, str, Callable[[EngineStatus], float]], ...] = (
+    ("kvorum_engine_up", "gauge", "1 while the engine takes requests.", lambda s: float(s.healthy)),
     ("kvorum_num_requests_running", "gauge", "Sequences that the engine runs.", lambda s: s.stats.num_running),
     ("kvorum_num_requests_waiting", "gauge", "Sequences that wait in the engine.", lambda s: s.stats.num_waiting),
     (
@@ -67,6 +68,16 @@ class RouterMetrics:
             ("reason",),
             registry=self._registry,
         )
+
+        self._resumed = Counter(
+            "kvorum_request_resumes",
+            "Times that a request which lost its engine went on with another.",
+            registry=self._registry,
+        )
+
+    def count_resume(self) -> None:
+        """Count a request that went on with another engine."""
+        self._resumed.inc()
 
     def count_finish(self, reason: FinishReason) -> None:
         """Count a sequence that ended well."""

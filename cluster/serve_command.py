@@ -1,9 +1,10 @@
-"""`kvorum serve`: a cluster in the foreground, until Ctrl-C or SIGTERM."""
+"""`kvorum serve`: a cluster in the foreground, until Ctrl-C or SIGTERM; SIGHUP reads its settings anew."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import queue
 import signal
 import sys
 import threading
@@ -12,9 +13,10 @@ from pathlib import Path
 from types import FrameType
 
 from kvorum.cluster.config import add_config_arguments, flags_of, load_config
-from kvorum.cluster.launcher import RunningCluster, running_cluster
+from kvorum.cluster.launcher import RunningCluster, running_cluster, update_cluster
 from kvorum.cluster.model import resolve_checkpoint
 from kvorum.cluster.progress_view import ProgressView
+from kvorum.kvstore.errors import KvorumError
 
 _Handler = Callable[[int, FrameType | None], None]
 
@@ -30,7 +32,6 @@ def run(args: argparse.Namespace) -> int:
     """Start, say where it is, wait, stop."""
     config = load_config(args.config, flags_of(args))
     resolve_checkpoint(config)  # what can be wrong with the model is said before anything is started
-    asked_to_stop = threading.Event()
     _on_stop_signals(_interrupter())
     with contextlib.ExitStack() as stack:
         with ProgressView() as view:
@@ -38,11 +39,28 @@ def run(args: argparse.Namespace) -> int:
                 running_cluster(config, address=args.address, on_phase=view.show_phase, on_progress=view.show_load)
             )
         # From here on nothing is interrupted: a stop that is cut short would leave processes behind.
-        _on_stop_signals(lambda _signal, _frame: asked_to_stop.set())
+        signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+        _on_stop_signals(lambda number, _: signals.put(number))
+        signal.signal(signal.SIGHUP, lambda number, _: signals.put(number))
         print(ready_line(cluster), flush=True)
-        asked_to_stop.wait()
+        while signals.get() == signal.SIGHUP:
+            cluster = _update(cluster, args)
         print("stopping …", file=sys.stderr, flush=True)
     return 0
+
+
+def _update(cluster: RunningCluster, args: argparse.Namespace) -> RunningCluster:
+    """Read the settings anew and roll them out; what is wrong with them is said, and the cluster goes on as it was."""
+    print("rolling the settings out …", file=sys.stderr, flush=True)
+    try:
+        config = load_config(args.config, flags_of(args))
+        resolve_checkpoint(config)
+        cluster = update_cluster(cluster, config)
+    except KvorumError as error:
+        print(f"kvorum: {error}", file=sys.stderr, flush=True)
+    else:
+        print("the settings are rolled out", file=sys.stderr, flush=True)
+    return cluster
 
 
 def ready_line(cluster: RunningCluster) -> str:

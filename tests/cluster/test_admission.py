@@ -1,4 +1,4 @@
-"""Admission within one router: never what cannot fit, never more than the engines take, most room first."""
+"""Admission within one router: never what cannot fit, never more than the engines take, the best engine first."""
 
 from __future__ import annotations
 
@@ -68,6 +68,31 @@ def release(admission: LocalAdmission, *names: str) -> None:
 
 def test_the_engine_with_most_room_gets_the_request() -> None:
     assert admit(admission_of(status("a", held=10), status("b", held=5)), demand()) == ["b"]
+
+
+def test_the_engine_that_has_the_prompt_cached_gets_it_unless_it_is_much_fuller() -> None:
+    statuses = {"a": status("a", held=6), "b": status("b")}
+    admission = LocalAdmission(lambda: statuses, clock=Clock())
+    prompt = tuple(range(400))
+
+    def ask(name: str, *, salt: str = "") -> str:
+        found = admit(admission, replace(demand(name), prompt=prompt, cache_salt=salt))[0]
+        release(admission, name)
+        return found
+
+    assert ask("first") == "b"
+    statuses["b"] = status("b", held=40)
+    assert ask("again") == "b"
+    assert ask("another tenant", salt="x") == "a"
+    full = status("b", held=64)
+    statuses["b"] = replace(full, stats=replace(full.stats, num_running=4))
+    assert ask("too full") == "a"
+
+
+def test_requests_in_line_count_against_an_engine() -> None:
+    idle, busy = status("a", held=8), status("b")
+    busy = replace(busy, stats=replace(busy.stats, num_running=2, num_waiting=2))
+    assert admit(admission_of(idle, busy), demand()) == ["a"]
 
 
 def test_a_burst_is_spread_before_any_engine_reports_it() -> None:

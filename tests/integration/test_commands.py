@@ -2,80 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import subprocess
-import sys
 import time
-import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from kvtest.cluster import ClusterUnderTest
+from kvtest.commands import KVORUM, command, wait_until_gone
 from kvtest.tiny_model import write_model_without_weights
 
 pytestmark = pytest.mark.ray
-
-KVORUM = str(Path(sys.executable).with_name("kvorum"))
-TAG = "KVORUM_TEST_TAG"
-
-
-@dataclass(frozen=True)
-class Command:
-    """A running command, and a mark in the environment of all that it starts."""
-
-    process: subprocess.Popen[str]
-    tag: str
-
-    def wait_for(self, text: str, *, timeout_s: float = 120.0) -> str:
-        """Read standard output and error until a line has text; return it."""
-        deadline_s = time.monotonic() + timeout_s
-        assert self.process.stdout
-        seen = ""
-        for line in self.process.stdout:
-            seen += line
-            if text in line:
-                return line
-            assert time.monotonic() < deadline_s, seen
-        raise AssertionError(f"ended without {text!r}: {seen}")
-
-    def survivors(self) -> list[str]:
-        """Return the command lines of what it started and what still runs."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdigit() and f"{TAG}={self.tag}".encode() in (entry / "environ").read_bytes():
-                    found.append((entry / "cmdline").read_text())
-        return found
-
-
-@contextlib.contextmanager
-def command(*arguments: str) -> Iterator[Command]:
-    tag = uuid.uuid4().hex
-    process = subprocess.Popen(
-        [KVORUM, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {TAG: tag},
-        start_new_session=True,
-    )
-    try:
-        yield Command(process, tag)
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def wait_until_gone(running: Command) -> None:
-    deadline_s = time.monotonic() + 10
-    while survivors := running.survivors():
-        assert time.monotonic() < deadline_s, survivors
-        time.sleep(0.1)
 
 
 def test_serve_comes_up_answers_and_leaves_nothing_behind() -> None:
