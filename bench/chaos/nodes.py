@@ -62,6 +62,7 @@ def running_nodes(*, num_workers: int, cpus_per_worker: int) -> Iterator[Nodes]:
     """Start a head and workers; stop all of them, and whatever they started, at the end."""
     cluster = Cluster(
         initialize_head=True,
+        shutdown_at_exit=False,  # it is shut down below; the hook could not be set while a thread adds a node
         head_node_args={
             "num_cpus": 0,
             "resources": {ROUTER_RESOURCE: 1.0},
