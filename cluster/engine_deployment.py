@@ -104,20 +104,34 @@ class EngineReplica:
             await self._life
 
     async def _live(self) -> None:
-        was_ready = False
+        try:
+            engine = await self._build_engine(self._config, self._engine_id, self._report_bytes)
+        except Exception as error:
+            logger.exception("engine %s failed to start", self._engine_id)
+            self._progress = LoadProgress(self._engine_id, error=str(error) or repr(error))
+            return
         while True:
             try:
-                engine = await self._build_engine(self._config, self._engine_id, self._report_bytes)
-            except Exception as error:
+                await self._serve(engine)
+                logger.error("engine %s is lost and built again", self._engine_id)
+                engine = await self._rebuild(engine)
+            except BaseException:
+                await engine.stop()
+                raise
+
+    async def _rebuild(self, engine: Engine) -> Engine:
+        """Build an engine again, on what is left of it if that can be."""
+        try:
+            return await engine.rebuild()
+        except Exception as error:
+            logger.warning("engine %s is built from nothing: %r", self._engine_id, error)
+            await engine.stop()
+        while True:
+            try:
+                return await self._build_engine(self._config, self._engine_id, self._report_bytes)
+            except Exception:
                 logger.exception("engine %s failed to start", self._engine_id)
-                if not was_ready:
-                    self._progress = LoadProgress(self._engine_id, error=str(error) or repr(error))
-                    return
                 await asyncio.sleep(_REBUILD_PERIOD_S)
-                continue
-            was_ready = True
-            await self._serve(engine)
-            logger.error("engine %s is lost and built again", self._engine_id)
 
     async def _serve(self, engine: Engine) -> None:
         """Serve an engine until it fails."""
@@ -133,7 +147,6 @@ class EngineReplica:
             self._engine = self._server = self._address = None
             self._progress = LoadProgress(self._engine_id)
             await server.stop()
-            await engine.stop()
 
     def _report_bytes(self, loaded_bytes: int, total_bytes: int) -> None:
         self._progress = LoadProgress(self._engine_id, loaded_bytes=loaded_bytes, total_bytes=total_bytes)

@@ -67,7 +67,7 @@ class KVStore:
         self.block_size = block_size
         self._pool = BlockPool(num_blocks)
         self._tree = PrefixTree(self._pool, block_size=block_size)
-        self._caching = enable_prefix_caching
+        self.enable_prefix_caching = enable_prefix_caching
         self._sequences: dict[SeqId, SequenceKV] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
         self._ops: list[MemoryOp] = []
@@ -165,7 +165,7 @@ class KVStore:
 
     def _usable_prefix(self, request: OpenRequest) -> tuple[list[Node], int, SnapshotId | None]:
         """Return the cached chain, how many of its blocks can be used, and the scores to start from."""
-        if not self._caching:
+        if not self.enable_prefix_caching:
             return [], 0, None
         chain = self._tree.match(request.tokens[: len(request.tokens) - 1], salt=request.salt)
         policy = request.policy
@@ -190,7 +190,7 @@ class KVStore:
 
     def _cuts(self, request: OpenRequest, *, branch: int, start: int) -> list[int]:
         """Return where to save scores: where this prompt leaves what is cached, and at its own last full block."""
-        if not self._caching or request.policy.observe_last is not None:
+        if not self.enable_prefix_caching or request.policy.observe_last is not None:
             return []
         last = (len(request.tokens) - 1) // self.block_size
         return sorted(depth * self.block_size for depth in {branch, last} if depth > start)
@@ -238,7 +238,7 @@ class KVStore:
 
     def finish_chunk(self, sequence: SequenceKV, tokens: Sequence[int], *, prompt_done: bool) -> None:
         """Publish what a computed chunk completed, with its scores where they are to be saved."""
-        if not self._caching or sequence.num_evicted or sequence.swapped:
+        if not self.enable_prefix_caching or sequence.num_evicted or sequence.swapped:
             return
         at_cut = sequence.num_tokens in sequence.cuts
         if not (at_cut or prompt_done) or not self._may_publish(sequence):

@@ -12,7 +12,6 @@ import os
 import pickle
 import secrets
 import socket
-import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ class ChannelAddress:
 
 
 class ChannelServer:
-    """A rank's end: makes calls on `target` in one thread of its own, for one client.
+    """A rank's end: makes calls on `target` for one client, in the thread that calls `serve`.
 
     on_idle is called in that thread whenever no call has come for idle_period_s; what it raises ends the channel.
     """
@@ -52,9 +51,9 @@ class ChannelServer:
         self._idle_period_s = idle_period_s
         self._listener = Listener((host, 0), authkey=key)
         self.address = ChannelAddress(host, self._listener.address[1], key)
-        threading.Thread(target=self._serve, name="channel", daemon=True).start()
 
-    def _serve(self) -> None:
+    def serve(self) -> None:
+        """Wait for the client and do what it asks until it is gone."""
         with self._listener, self._accept() as connection:
             _send_at_once(connection).close()
             while True:

@@ -102,6 +102,10 @@ class RankGroup:
         self._replicas = replicas[shards[rank].replicas]
         self._num_replicas = len(shards[rank].replicas)
 
+    def leave(self) -> None:
+        """Close the connections to the other ranks, so that none of them waits for this one."""
+        dist.destroy_process_group()
+
     def add_up(self, part: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' parts, written over this rank's."""
         dist.all_reduce(part, group=self._steps)

@@ -18,6 +18,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvorum.kvstore.errors import CapacityError, EngineLostError
 from kvorum.kvstore.store import KVStore
@@ -102,15 +103,34 @@ class Engine:
         """Start the loop."""
         self._loop = asyncio.create_task(self._run(), name="engine loop")
 
-    async def stop(self) -> None:
-        """End the loop, then the ranks. Running requests end with ABORT."""
+    async def halt(self) -> None:
+        """End the loop; running requests end with ERROR."""
         self._failure = self._failure or EngineLostError("the engine was stopped")
         if self._loop is not None:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
             self._loop = None
-        self._end_all(FinishReason.ABORT, error=None)
+        self._end_all(FinishReason.ERROR, error="the engine was stopped")
+
+    async def stop(self) -> None:
+        """End the loop, then the ranks."""
+        await self.halt()
         await self._executor.stop()
+
+    async def rebuild(self) -> Engine:
+        """Return a fresh engine on the ranks that are left, with new ones in place of the lost; this one is over.
+
+        Raises EngineLostError, or what a rank raised while it loaded, when that cannot be.
+        """
+        await self.halt()
+        shape = await self._executor.recover()
+        return Engine(
+            replace(self.info, num_blocks=shape.num_blocks),
+            self._executor,
+            max_num_batched_tokens=self.scheduler.limits.max_num_batched_tokens,
+            enable_prefix_caching=self.store.enable_prefix_caching,
+            clock=self._clock,
+        )
 
     async def check_health(self) -> None:
         """Raise EngineLostError when the loop has failed or a rank is dead."""

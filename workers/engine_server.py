@@ -87,6 +87,10 @@ class Engine(Protocol):
     async def stop(self) -> None:
         """Stop stepping and let go of the ranks."""
 
+    async def rebuild(self) -> Engine:
+        """Return a fresh engine on what is left of this one, which is over; raise when that cannot be."""
+        ...
+
     async def check_health(self) -> None:
         """Raise when a rank is dead."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvorum.workers.config import RankShape
 from kvorum.workers.plan import BudgetQuery, MassQuery, StepPlan, StepResult
 
 
@@ -22,6 +23,12 @@ class Executor(Protocol):
 
     async def check_health(self) -> None:
         """Raise EngineLostError when a rank is dead."""
+
+    async def recover(self) -> RankShape:
+        """Put new ranks in place of lost ones, and have all of them forget every sequence.
+
+        Raises EngineLostError, or what a rank raised while it loaded, when that cannot be.
+        """
 
     async def stop(self) -> None:
         """End the ranks."""

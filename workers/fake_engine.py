@@ -13,7 +13,9 @@ from collections.abc import Sequence
 
 from kvorum.kernels.plan import SequenceStep, ShrinkRequest
 from kvorum.kvstore import ops
+from kvorum.kvstore.errors import EngineLostError
 from kvorum.kvstore.types import SeqId
+from kvorum.workers.config import RankShape
 from kvorum.workers.engine import Engine
 from kvorum.workers.plan import BudgetQuery, MassQuery, RowPlan, Sample, StepPlan, StepResult
 from kvorum.workers.request import EngineInfo, TokenLogprobs
@@ -125,6 +127,10 @@ class FakeExecutor:
 
     async def check_health(self) -> None:
         """A fake never dies."""
+
+    async def recover(self) -> RankShape:
+        """Nothing here is ever lost."""
+        raise EngineLostError("this executor's ranks cannot be replaced")
 
     async def stop(self) -> None:
         """Nothing to end."""

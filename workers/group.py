@@ -16,6 +16,7 @@ from kvorum.kernels.backend import SlotView
 from kvorum.kvstore.errors import EngineLostError, KvorumError
 from kvorum.kvstore.ops import Residence
 from kvorum.workers.channel import ChannelClient
+from kvorum.workers.communicator import COLLECTIVE_TIMEOUT_S
 from kvorum.workers.config import COMPUTE_ENVIRONMENT, EngineConfig, RankShape
 from kvorum.workers.engine import Engine, build_engine
 from kvorum.workers.plan import BudgetQuery, MassQuery, StepPlan, StepResult
@@ -26,6 +27,9 @@ HEALTH_TIMEOUT_S = 4.0
 # Until a rank's process has started, which takes as long as its node is busy.
 START_TIMEOUT_S = 120.0
 PLACEMENT_TIMEOUT_S = 60.0
+# In which a rank that lives answers, and one that has lost a peer has noticed it.
+LIFE_TIMEOUT_S = 1.5
+RETIRE_TIMEOUT_S = COLLECTIVE_TIMEOUT_S + 2.0
 PROGRESS_PERIOD_S = 0.2
 
 Progress = Callable[[int, int], None]
@@ -37,17 +41,20 @@ class RayExecutor:
 
     def __init__(self, group: PlacementGroup, config: EngineConfig, *, num_cpus: float, num_gpus: int) -> None:
         self._group = group
-        self._ranks = [
-            RankActor.options(
-                num_cpus=num_cpus,  # Ray has OpenMP use as many threads
-                num_gpus=num_gpus,
-                runtime_env={"env_vars": COMPUTE_ENVIRONMENT},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-            ).remote(config, rank)
-            for rank in range(config.tensor_parallel_size)
-        ]
+        self._config = config
+        self._num_cpus = num_cpus
+        self._num_gpus = num_gpus
+        self._ranks = [self._start_rank(rank) for rank in range(config.tensor_parallel_size)]
         self._channel: ChannelClient | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="channel")
+
+    def _start_rank(self, rank: int) -> Any:  # noqa: ANN401  # Ray's handles have no usable type
+        return RankActor.options(
+            num_cpus=self._num_cpus,  # Ray has OpenMP use as many threads
+            num_gpus=self._num_gpus,
+            runtime_env={"env_vars": COMPUTE_ENVIRONMENT},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
+        ).remote(self._config, rank)
 
     async def load(self, on_progress: Progress) -> RankShape:
         """Load the model on every rank; on_progress hears how far rank 0 is.
@@ -98,11 +105,50 @@ class RayExecutor:
     async def _ping_all(self) -> None:
         await asyncio.gather(*(_alive(rank.ping.remote()) for rank in self._ranks))
 
-    async def stop(self) -> None:
-        """Kill the ranks and give their resources back."""
+    async def recover(self) -> RankShape:
+        """Put new ranks in place of lost ones; the others keep their weights and forget every sequence."""
+        self._hang_up()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="channel")
+        lost = set(await self._failing(lambda rank: rank.ping.remote(), LIFE_TIMEOUT_S, ignoring=EngineLostError))
+        for rank in lost:
+            ray.kill(self._ranks[rank])
+        # With those gone, the others notice and stop.
+        stuck = await self._failing(lambda rank: rank.retire.remote(RETIRE_TIMEOUT_S), RETIRE_TIMEOUT_S + 1)
+        lost |= set(stuck)
+        if len(lost) == len(self._ranks):
+            raise EngineLostError("all ranks are lost")
+        for rank in lost:
+            ray.kill(self._ranks[rank])
+            self._ranks[rank] = self._start_rank(rank)
+        return await self.load(lambda _done, _total: None)
+
+    async def _failing(
+        self, call: Callable[[Any], Any], timeout_s: float, *, ignoring: type[Exception] | tuple[()] = ()
+    ) -> list[int]:
+        """Return the ranks whose call fails, or does not end in time."""
+
+        async def fails(rank: Any) -> bool:  # noqa: ANN401  # as in _start_rank
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await call(rank)
+            except RayTaskError as error:
+                return not isinstance(error.cause, ignoring)
+            except (RayActorError, TimeoutError):
+                return True
+            return False
+
+        failed = await asyncio.gather(*map(fails, self._ranks))
+        return [rank for rank, has_failed in enumerate(failed) if has_failed]
+
+    def _hang_up(self) -> None:
         if self._channel is not None:
             self._channel.close()
+            self._channel = None
         self._thread.shutdown(wait=False)
+
+    async def stop(self) -> None:
+        """Kill the ranks and give their resources back."""
+        self._hang_up()
         for rank in self._ranks:
             ray.kill(rank)
         remove_placement_group(self._group)

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+from kvorum.kvstore.errors import EngineLostError
+from kvorum.workers.config import RankShape
 from kvorum.workers.plan import BudgetQuery, MassQuery, StepPlan, StepResult
 from kvorum.workers.worker import RankWorker
 
@@ -36,6 +38,10 @@ class LocalExecutor:
 
     async def check_health(self) -> None:
         """A thread of this process lives as long as its caller."""
+
+    async def recover(self) -> RankShape:
+        """Nothing here is ever lost."""
+        raise EngineLostError("this executor's ranks cannot be replaced")
 
     async def stop(self) -> None:
         """End the thread."""

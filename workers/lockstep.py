@@ -76,7 +76,7 @@ _DRAWN_ON_RANK_0 = SampleRequest(SamplingParams(max_tokens=1), index=0)
 
 
 class Leader:
-    """RankWorker of rank 0, which takes the others along."""
+    """What the engine calls on rank 0, which takes the others along."""
 
     def __init__(self, worker: RankWorker, group: RankGroup) -> None:
         self._worker = worker

@@ -1,20 +1,21 @@
 """One rank as a Ray actor: it meets its peers, loads its part of the model, and then does what the engine asks.
 
 Rank 0 is called by the engine over a channel of its own and takes the others along (lockstep.py); Ray's calls are for
-control. A rank whose peers are gone cannot go on: rank 0 tells the engine, any other ends its process, so that whoever
-waits for it in a collective knows at once.
+control. A rank that has lost a peer stops working and closes its connections, so that nobody waits for it. It keeps its
+weights, and works on once it has met the others again.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import ray
 
 from kvorum.kernels.spec import Shard
+from kvorum.kvstore.errors import EngineLostError
 from kvorum.workers.backends import choose_device
 from kvorum.workers.channel import ChannelAddress, ChannelServer
 from kvorum.workers.communicator import Alone, Communicator, MeetingPoint, RankGroup, open_meeting
@@ -26,13 +27,16 @@ logger = logging.getLogger(__name__)
 
 
 class _RankActor:
-    """Holds a Worker."""
+    """Holds a Worker, and the thread in which it works."""
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
         self._config = config
         self._rank = rank
+        self._shards: Sequence[Shard] = ()
         self._worker: RankWorker | None = None
+        self._shape: RankShape | None = None
         self._group: RankGroup | None = None
+        self._work: threading.Thread | None = None
         self._progress = (0, 0)
 
     @ray.method
@@ -44,16 +48,30 @@ class _RankActor:
 
     @ray.method
     def load(self, meeting: MeetingPoint | None) -> RankShape:
-        """Meet the other ranks, if there are any, load this rank's part of the model and allocate the pool."""
+        """Meet the other ranks, if there are any, load this rank's part of the model and allocate the pool.
 
-        def meet(shards: Sequence[Shard]) -> Communicator:
-            if meeting is None:
-                return Alone()
-            self._group = RankGroup(shards, self._rank, meeting, device=choose_device(self._config.device))
-            return self._group
+        A rank that has done so before only meets the others, with which it begins anew.
+        """
+        if self._worker is None:
+            self._worker, self._shape = load_worker(
+                self._config,
+                on_progress=self._note_progress,
+                rank=self._rank,
+                meet=lambda shards: self._meet(meeting, shards),
+            )
+        else:
+            assert self._shape is not None
+            ranks = self._meet(meeting, self._shards)
+            self._shape = replace(self._shape, num_blocks=ranks.smallest(self._shape.num_blocks))
+            self._worker.begin_anew(ranks)
+        return self._shape
 
-        self._worker, shape = load_worker(self._config, on_progress=self._note_progress, rank=self._rank, meet=meet)
-        return shape
+    def _meet(self, meeting: MeetingPoint | None, shards: Sequence[Shard]) -> Communicator:
+        self._shards = shards
+        if meeting is None:
+            return Alone()
+        self._group = RankGroup(shards, self._rank, meeting, device=choose_device(self._config.device))
+        return self._group
 
     def _note_progress(self, done: int, total: int) -> None:
         self._progress = (done, total)
@@ -65,34 +83,56 @@ class _RankActor:
 
     @ray.method(concurrency_group="control")
     def ping(self) -> None:
-        """Answer."""
+        """Answer; raise EngineLostError when this rank has lost the others."""
+        if self._work is not None and not self._work.is_alive():
+            raise EngineLostError(f"rank {self._rank} has lost the others")
 
     @ray.method
     def serve(self) -> ChannelAddress | None:
         """Begin to work: rank 0 listens for the engine and says where, the others follow it."""
         assert self._worker is not None
         if self._rank > 0:
-            threading.Thread(target=self._follow, name="rank", daemon=True).start()
+            self._start(self._follow)
             return None
         host = ray.util.get_node_ip_address()
         if self._group is None:
-            self._channel = ChannelServer(self._worker, host=host)
+            channel = ChannelServer(self._worker, host=host)
         else:
             leader = Leader(self._worker, self._group)
-            self._channel = ChannelServer(
-                leader, host=host, on_idle=leader.keep_alive, idle_period_s=KEEP_ALIVE_PERIOD_S
-            )
-        return self._channel.address
+            channel = ChannelServer(leader, host=host, on_idle=leader.keep_alive, idle_period_s=KEEP_ALIVE_PERIOD_S)
+        self._start(channel.serve)
+        return channel.address
+
+    def _start(self, work: Callable[[], None]) -> None:
+        def work_and_leave() -> None:
+            try:
+                work()
+            except Exception:
+                logger.exception("rank %d has lost the others", self._rank)
+            finally:
+                # Else the others would wait for this one until their time is over.
+                if self._group is not None:
+                    self._group.leave()
+
+        self._work = threading.Thread(target=work_and_leave, name="rank", daemon=True)
+        self._work.start()
 
     def _follow(self) -> None:
         assert self._worker is not None
         assert self._group is not None
-        try:
-            follow(self._worker, self._group)
-        except Exception:
-            logger.exception("rank %d gives up", self._rank)
-        finally:
-            os._exit(1)
+        follow(self._worker, self._group)
+
+    @ray.method
+    def retire(self, timeout_s: float) -> None:
+        """Wait until the work has ended, which it does once a peer or the engine is gone; then `load` can come again.
+
+        Raises EngineLostError when it does not end in time.
+        """
+        if self._work is not None:
+            self._work.join(timeout_s)
+            if self._work.is_alive():
+                raise EngineLostError(f"rank {self._rank} is stuck")
+            self._work = None
 
 
 # Ray's type stubs do not know concurrency_groups.

@@ -50,7 +50,7 @@ class Scheduler:
 
     def __init__(self, store: KVStore, limits: SchedulerLimits) -> None:
         self._store = store
-        self._limits = limits
+        self.limits = limits
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._ended: list[Sequence] = []
@@ -79,7 +79,7 @@ class Scheduler:
 
     def check(self, request: EngineRequest) -> None:
         """Raise InvalidRequestError (or a child) when a request can never be served here."""
-        limits, sampling = self._limits, request.sampling
+        limits, sampling = self.limits, request.sampling
         prompt = request.prompt_token_ids
         if request.request_id in self._by_request:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
@@ -114,7 +114,7 @@ class Scheduler:
             )
 
     def _check_token_ids(self, request: EngineRequest) -> None:
-        last = self._limits.vocab_size - 1
+        last = self.limits.vocab_size - 1
         bad = next((token for token in request.prompt_token_ids if not 0 <= token <= last), None)
         if bad is not None:
             raise InvalidRequestError(f"token id {bad} is not in 0..{last}", param="prompt")
@@ -184,7 +184,7 @@ class Scheduler:
     def schedule(self, *, now_s: float) -> StepPlan | None:
         """Decide the next step; None when there is nothing to do."""
         self._tick(now_s)
-        step = _StepBuilder(self._limits.max_num_batched_tokens)
+        step = _StepBuilder(self.limits.max_num_batched_tokens)
         self._running.sort(key=lambda sequence: sequence.order)
         for decoding in (True, False):
             for sequence in tuple(self._running):
@@ -296,7 +296,7 @@ class Scheduler:
 
     def _admit(self, step: _StepBuilder, *, now_s: float) -> None:
         self._waiting.sort(key=lambda sequence: sequence.order)
-        while self._waiting and len(self._running) < self._limits.max_num_seqs and step.tokens_left > 0:
+        while self._waiting and len(self._running) < self.limits.max_num_seqs and step.tokens_left > 0:
             sequence = self._waiting[0]
             if not (self._resume(sequence) if sequence.kv is not None else self._open(sequence, step)):
                 return
@@ -377,7 +377,7 @@ class Scheduler:
             self.totals.generation_tokens += 1
             logprobs = () if sample.logprobs is None else (sample.logprobs,)
             outputs.append(RequestOutput(sequence.request.request_id, (sample.token_id,), logprobs))
-            reason = sequence.ends_with(sample.token_id, max_model_len=self._limits.max_model_len)
+            reason = sequence.ends_with(sample.token_id, max_model_len=self.limits.max_model_len)
             if reason is not None:
                 self._end(sequence, reason)
         return outputs

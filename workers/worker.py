@@ -64,10 +64,17 @@ class Worker(Generic[PoolT, StepT]):
         ranks: Communicator,
     ) -> None:
         self._backend = backend
-        self._store = DeviceStore(backend, pool, share_scores=ranks.share_among_replicas)
         self._sampler = sampler
-        self._ranks = ranks
         self._is_replicated = len(backend.shard.replicas) > 1
+        self._begin(pool, ranks)
+
+    def _begin(self, pool: PoolT, ranks: Communicator) -> None:
+        self._store = DeviceStore(self._backend, pool, share_scores=ranks.share_among_replicas)
+        self._ranks = ranks
+
+    def begin_anew(self, ranks: Communicator) -> None:
+        """Forget all sequences and go on with other ranks; weights and pool stay."""
+        self._begin(self._store.pool, ranks)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -151,6 +158,9 @@ class Worker(Generic[PoolT, StepT]):
 
 class RankWorker(Protocol):
     """A Worker of whichever back end."""
+
+    def begin_anew(self, ranks: Communicator) -> None:
+        """Forget all sequences and go on with other ranks; weights and pool stay."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out a step."""

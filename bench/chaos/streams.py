@@ -18,7 +18,7 @@ from kvorum.protos.inference.v1 import inference_pb2_grpc as pb_grpc
 
 # A client waits no longer than this between two messages; a server that is silent for so long hangs.
 SILENCE_S = 90.0
-_RETRY_S = 0.2
+_RETRY_S = 1.0
 
 
 class Outcome(StrEnum):
@@ -93,9 +93,9 @@ class Clients:
                 outcome = _outcome_of(error)
                 if outcome is None:
                     tally.retries += 1
-                    await asyncio.sleep(_RETRY_S)
                 else:
                     self._note(tally, outcome, f"{error.code().name}: {error.details()}")
+                await asyncio.sleep(_RETRY_S)
             else:
                 tally.resumes += resumes
                 if token_ids == answer:

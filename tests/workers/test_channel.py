@@ -30,6 +30,12 @@ class Target:
         return "done"
 
 
+def serving(target: Target, **options: object) -> ChannelServer:
+    server = ChannelServer(target, host="127.0.0.1", **options)  # type: ignore[arg-type]
+    threading.Thread(target=server.serve, daemon=True).start()
+    return server
+
+
 @pytest.fixture
 def target() -> Target:
     return Target()
@@ -37,7 +43,7 @@ def target() -> Target:
 
 @pytest.fixture
 def client(target: Target) -> ChannelClient:
-    return ChannelClient(ChannelServer(target, host="127.0.0.1").address)
+    return ChannelClient(serving(target).address)
 
 
 @pytest.mark.parametrize("count", [0, 3, 300_000])
@@ -85,7 +91,7 @@ def test_a_call_on_a_closed_channel_says_that_the_rank_is_lost(client: ChannelCl
 
 
 def test_nobody_is_let_in_without_the_key(target: Target) -> None:
-    address = ChannelServer(target, host="127.0.0.1").address
+    address = serving(target).address
     with pytest.raises(EngineLostError, match="key"):
         ChannelClient(replace(address, key=b"another key"))
     client = ChannelClient(address)
@@ -94,6 +100,38 @@ def test_nobody_is_let_in_without_the_key(target: Target) -> None:
 
 
 def test_nobody_listens(target: Target) -> None:
-    address = ChannelServer(target, host="127.0.0.1").address
+    address = serving(target).address
     with pytest.raises(EngineLostError, match="a rank died"):
         ChannelClient(replace(address, port=1))
+
+
+def test_a_server_that_is_not_called_does_something_else_meanwhile(target: Target) -> None:
+    idle = threading.Semaphore(0)
+    client = ChannelClient(serving(target, on_idle=idle.release, idle_period_s=0.01).address)
+    for _ in range(3):
+        assert idle.acquire(timeout=5)
+    assert client.call("double", [1]) == [2]
+    client.close()
+
+
+def test_what_the_idle_call_raises_ends_the_channel(target: Target) -> None:
+    def fail() -> None:
+        raise LookupError("the peers are gone")
+
+    server = ChannelServer(target, host="127.0.0.1", on_idle=fail, idle_period_s=0.05)
+    raised: list[Exception] = []
+
+    def serve() -> None:
+        try:
+            server.serve()
+        except LookupError as error:
+            raised.append(error)
+
+    serving_thread = threading.Thread(target=serve)
+    serving_thread.start()
+    client = ChannelClient(server.address)
+    serving_thread.join(5)
+    assert raised
+    with pytest.raises(EngineLostError):
+        client.call("double", [1])
+    client.close()

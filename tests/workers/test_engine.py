@@ -630,7 +630,7 @@ class TestFailure:
 
 
 class TestStop:
-    def test_what_runs_and_what_waits_ends_with_abort(self) -> None:
+    def test_what_runs_and_what_waits_ends_with_an_error(self) -> None:
         async def test() -> tuple[dict[str, Answer], Steps]:
             async with running(replace(INFO, max_num_seqs=1)) as rig:
                 rig.session.submit(ask("runs", [1, 2], max_tokens=50))
@@ -644,7 +644,7 @@ class TestStop:
 
         answers, steps = in_loop(test)
         assert {name: answer.finish_reason for name, answer in answers.items()} == dict.fromkeys(
-            ("runs", "waits"), FinishReason.ABORT
+            ("runs", "waits"), FinishReason.ERROR
         )
         assert steps.stopped
 
