@@ -173,7 +173,7 @@ def _serve(config: ClusterConfig, *, is_local: bool) -> Iterator[None]:
             proxy_location=ProxyLocation.HeadOnly,
             http_options=HTTPOptions(host=config.host, port=0),
             grpc_options=gRPCOptions(port=proxy_grpc_port, grpc_servicer_functions=list(GRPC_SERVICERS)),
-            logging_config={"log_level": "ERROR"},
+            logging_config={"log_level": "ERROR", "enable_access_log": False},
             controller_options={"runtime_env": {"env_vars": serve_environment(config)}},
         )
         serve.run(build_app(config), name=APP_NAME, route_prefix="/")

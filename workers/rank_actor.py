@@ -8,11 +8,17 @@ weights, and works on once it has met the others again.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import ray
+
+if os.environ.get("OMP_NUM_THREADS") == str(len(os.sched_getaffinity(0))):
+    # Before torch is loaded. A rank that has all cores keeps each thread on one: else two of them, which wait for each
+    # other by spinning, end up on the same core while another process is on theirs, and stay there for milliseconds.
+    os.environ["OMP_PROC_BIND"] = "true"
 
 from kvorum.kernels.spec import Shard
 from kvorum.kvstore.errors import EngineLostError

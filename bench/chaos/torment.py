@@ -27,7 +27,15 @@ from pathlib import Path
 from kvorum.workers.config import COMPUTE_ENVIRONMENT
 
 # Before anything imports ray; every node's processes have them from here.
-os.environ.update(COMPUTE_ENVIRONMENT | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"})
+os.environ.update(
+    COMPUTE_ENVIRONMENT
+    | {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Nodes are started, by a fork, while clients call.
+        "GRPC_ENABLE_FORK_SUPPORT": "0",
+    }
+)
 
 import httpx
 from nodes import ROUTER_RESOURCE, processes, running_nodes
