@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
@@ -64,17 +64,17 @@ class RayExecutor:
             UnsupportedError: it cannot be computed as asked.
             EngineLostError: a rank died or is stuck.
         """
-        await _in_time(self._ping_all(), START_TIMEOUT_S)
-        meeting = await _alive(self._ranks[0].open_meeting.remote()) if len(self._ranks) > 1 else None
-        loading = asyncio.gather(*(_alive(rank.load.remote(meeting)) for rank in self._ranks))
+        await self._ping_all(START_TIMEOUT_S)
+        meeting = await _alive(0, self._ranks[0].open_meeting.remote()) if len(self._ranks) > 1 else None
+        loading = asyncio.gather(*(_alive(rank, it.load.remote(meeting)) for rank, it in enumerate(self._ranks)))
         try:
             while not (await asyncio.wait({loading}, timeout=PROGRESS_PERIOD_S))[0]:
                 await self.check_health()
-                on_progress(*await _alive(self._ranks[0].progress.remote()))
+                on_progress(*await _alive(0, self._ranks[0].progress.remote()))
             shapes: list[RankShape] = loading.result()
         finally:
             loading.cancel()
-        address, *_ = await asyncio.gather(*(_alive(rank.serve.remote()) for rank in self._ranks))
+        address, *_ = await asyncio.gather(*(_alive(rank, it.serve.remote()) for rank, it in enumerate(self._ranks)))
         self._channel = await asyncio.to_thread(ChannelClient, address)
         return shapes[0]
 
@@ -99,11 +99,18 @@ class RayExecutor:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._channel.call, method, argument)
 
     async def check_health(self) -> None:
-        """Raise EngineLostError when a rank is dead or does not answer."""
-        await _in_time(self._ping_all(), HEALTH_TIMEOUT_S)
+        """Raise EngineLostError, which names the rank, when one is dead, has lost the others or does not answer."""
+        await self._ping_all(HEALTH_TIMEOUT_S)
 
-    async def _ping_all(self) -> None:
-        await asyncio.gather(*(_alive(rank.ping.remote()) for rank in self._ranks))
+    async def _ping_all(self, timeout_s: float) -> None:
+        async def ping(rank: int) -> None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await _alive(rank, self._ranks[rank].ping.remote())
+            except TimeoutError:
+                raise EngineLostError(f"rank {rank} has not answered for {timeout_s:g} s") from None
+
+        await asyncio.gather(*map(ping, range(len(self._ranks))))
 
     async def recover(self) -> RankShape:
         """Put new ranks in place of lost ones; the others keep their weights and forget every sequence."""
@@ -154,20 +161,12 @@ class RayExecutor:
         remove_placement_group(self._group)
 
 
-async def _in_time(pings: Coroutine[Any, Any, None], timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await pings
-    except TimeoutError:
-        raise EngineLostError(f"a rank has not answered for {timeout_s:g} s") from None
-
-
-async def _alive(call: Awaitable[ResultT]) -> ResultT:
+async def _alive(rank: int, call: Awaitable[ResultT]) -> ResultT:
     """Wait for a rank's answer; its death is an EngineLostError, its KvorumErrors come without Ray's frame."""
     try:
         return await call
     except RayActorError as error:
-        raise EngineLostError("a rank died") from error
+        raise EngineLostError(f"rank {rank} died") from error
     except RayTaskError as error:
         if isinstance(error.cause, KvorumError):
             raise error.cause from None

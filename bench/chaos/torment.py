@@ -5,7 +5,8 @@
 On a simulated Ray cluster of three nodes on this machine: routers on the head, an engine of two ranks on each of the
 others. First every question is asked once while nothing breaks. Then clients stream the same questions, one after the
 other, while something is struck every few seconds. A stream must end complete and equal to the first answer, or with
-the typed error. At the end nothing may be left: no sequence, no block, no actor, no placement group, no process.
+the typed error. At the end nothing may be left: no sequence, no block, no actor, no placement group, no process,
+no shared memory.
 
 Exits with 1 when an answer was wrong, a stream hung, or something was left.
 """
@@ -147,6 +148,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.getLogger("ray").setLevel(logging.ERROR)
     console = Console(stderr=True)
+    shared_before = set(os.listdir("/dev/shm"))
     with running_nodes(num_workers=NUM_ENGINES, cpus_per_worker=NUM_RANKS) as nodes:
         console.print("three nodes are up")
         with running_cluster(
@@ -163,6 +165,8 @@ def main() -> int:
             tally, last_recovery_s, leaks = asyncio.run(go())
     if left := [process.name() for process in processes("ray::")]:
         leaks.append(f"processes after the end: {left}")
+    if shared := set(os.listdir("/dev/shm")) - shared_before:
+        leaks.append(f"shared memory: {sorted(shared)}")
     if last_recovery_s is None:
         leaks.append("the cluster did not become whole again")
     report(tally, striker.strikes, leaks)

@@ -79,7 +79,7 @@ def test_a_dead_rank_is_an_engine_lost(config: EngineConfig) -> None:
         executor = engine._executor
         assert isinstance(executor, group.RayExecutor)
         ray.kill(executor._ranks[0])
-        with pytest.raises(EngineLostError, match="a rank died"):
+        with pytest.raises(EngineLostError, match="rank 0 died"):
             await engine.check_health()
         answer = (await collect(engine, REQUESTS[:1]))["full"]
         assert answer.finish_reason == "error"

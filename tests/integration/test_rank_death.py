@@ -70,10 +70,8 @@ SHORT = request("short", range(5, 15), max_tokens=8)
 @pytest.mark.parametrize(
     ("victim", "how", "is_busy"),
     [
-        (0, signal.SIGKILL, True),
         (1, signal.SIGKILL, True),
         (0, signal.SIGSTOP, True),
-        (1, signal.SIGSTOP, True),
         (1, signal.SIGSTOP, False),
     ],
 )
@@ -120,7 +118,7 @@ def test_a_rank_that_dies_while_it_loads_is_an_error_and_leaves_nothing(config: 
         while len(rank_processes()) < 2:
             await asyncio.sleep(0.02)
         rank_processes()[1].kill()
-        with pytest.raises(Exception, match="a rank died"):
+        with pytest.raises(Exception, match="rank 1 died"):
             async with asyncio.timeout(60):
                 await building
 

@@ -159,7 +159,7 @@ def test_settings_that_cannot_be_used_change_nothing(served: Served, load: Load)
 
 def test_a_short_torment_leaves_no_wrong_answer_and_nothing_behind(tmp_path: Path) -> None:
     result = tmp_path / "chaos.json"
-    options = {"duration-s": 24, "period-s": 8, "streams": 8, "questions": 8, "max-tokens": 16, "json": result}
+    options = {"duration-s": 18, "period-s": 6, "streams": 8, "questions": 8, "max-tokens": 16, "json": result}
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     done = subprocess.run(
         [sys.executable, "-P", str(ROOT / "bench" / "chaos" / "run.py"), *arguments],
