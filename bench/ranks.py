@@ -117,7 +117,7 @@ def run_rank(rank: int, args: argparse.Namespace, meeting: MeetingPoint | None, 
     def meet(shards: Sequence[Shard]) -> Communicator:
         if meeting is None:
             return Alone()
-        groups.append(RankGroup(shards, rank, meeting, device=torch.device("cpu")))
+        groups.append(RankGroup(shards, rank, meeting, host="127.0.0.1", device=torch.device("cpu")))
         return groups[0]
 
     worker, _ = load_worker(config, rank=rank, meet=meet)
@@ -169,6 +169,7 @@ def measure(args: argparse.Namespace, num_ranks: int) -> list[Timing]:
     ranks = [context.Process(target=run_rank, args=(rank, args, meeting, sender)) for rank in range(num_ranks)]
     for process in ranks:
         process.start()
+    sender.close()  # else nobody would notice that they died
     try:
         timings: list[Timing] = receiver.recv()
     finally:

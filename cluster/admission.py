@@ -109,12 +109,12 @@ class LocalAdmission:
         fitting = {engine_id: status for engine_id, status in engines.items() if _can_ever_fit(demand, status.info)}
         if not fitting:
             raise _never_fits(demand, max((status.info for status in engines.values()), key=lambda i: i.num_blocks))
-        self._check_room(demand, fitting)
+        roomy = self._with_room(demand, fitting)
         self._affinity.keep_only(engines)
-        engine_id = max(fitting, key=lambda engine_id: (self._score(demand, fitting[engine_id]), engine_id))
+        engine_id = max(roomy, key=lambda engine_id: (self._score(demand, roomy[engine_id]), engine_id))
         self._affinity.note(engine_id, demand.prompt, demand.cache_salt)
         lease = Lease(demand.request_id, engine_id, self._clock() + self._lease_s)
-        blocks = sum(_footprints(demand, fitting[engine_id].info))
+        blocks = sum(_footprints(demand, roomy[engine_id].info))
         self._grants[demand.request_id] = _Grant(lease, len(demand.context_tokens), blocks)
         return lease
 
@@ -130,14 +130,26 @@ class LocalAdmission:
         """Give a lease back; see Admission."""
         self._grants.pop(request_id, None)
 
-    def _check_room(self, demand: Demand, engines: Mapping[str, EngineStatus]) -> None:
-        limit = sum(status.info.max_num_seqs + status.info.max_num_waiting for status in engines.values())
-        in_flight = sum(grant.num_sequences for grant in self._grants.values() if grant.lease.engine_id in engines)
-        if in_flight + len(demand.context_tokens) > limit:
+    def _with_room(self, demand: Demand, engines: Mapping[str, EngineStatus]) -> Mapping[str, EngineStatus]:
+        """Return the engines that can take all of a request's sequences; raise CapacityError when there is none."""
+        limits = {name: status.info.max_num_seqs + status.info.max_num_waiting for name, status in engines.items()}
+        in_line = {name: self._in_line(status) for name, status in engines.items()}
+        roomy = {
+            name: status
+            for name, status in engines.items()
+            if in_line[name] + len(demand.context_tokens) <= limits[name]
+        }
+        if not roomy:
             raise CapacityError(
-                f"{in_flight} sequences are running or waiting, which is all the cluster takes ({limit})",
+                f"{sum(in_line.values())} sequences are running or waiting; the cluster takes {sum(limits.values())}",
                 retry_after_s=RETRY_AFTER_S,
             )
+        return roomy
+
+    def _in_line(self, status: EngineStatus) -> int:
+        """Return the sequences that an engine runs or queues, those included that it has not reported yet."""
+        grants = (grant for grant in self._grants.values() if grant.lease.engine_id == status.info.engine_id)
+        return max(status.stats.num_running + status.stats.num_waiting, sum(grant.num_sequences for grant in grants))
 
     def _score(self, demand: Demand, status: EngineStatus) -> float:
         """Add up the share of the prompt that is probably cached and the share of blocks that are free, less the queue.
@@ -148,9 +160,12 @@ class LocalAdmission:
         info, stats = status.info, status.stats
         grants = [grant for grant in self._grants.values() if grant.lease.engine_id == info.engine_id]
         held = max(stats.blocks_held, sum(grant.num_blocks for grant in grants))
-        in_line = max(stats.num_running + stats.num_waiting, sum(grant.num_sequences for grant in grants))
         cached = self._affinity.cached_tokens(info.engine_id, demand.prompt, demand.cache_salt)
-        return cached / max(1, len(demand.prompt)) + (1 - held / info.num_blocks) - in_line / info.max_num_seqs
+        return (
+            cached / max(1, len(demand.prompt))
+            + (1 - held / info.num_blocks)
+            - self._in_line(status) / info.max_num_seqs
+        )
 
     def _drop_expired(self) -> None:
         now_s = self._clock()

@@ -130,7 +130,10 @@ async def _build_ray_engine(config: ClusterConfig, engine_id: str, report_bytes:
         num_cpus=config.num_cpus_per_rank,
     )
     return await build_ray_engine(
-        engine_config, num_engines=config.num_engines, engine_id=engine_id, on_progress=report_bytes
+        engine_config,
+        num_engines=config.max_engines or config.num_engines,
+        engine_id=engine_id,
+        on_progress=report_bytes,
     )
 
 

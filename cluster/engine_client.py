@@ -111,6 +111,7 @@ class EngineClient:
         self._retry_interval_s = retry_interval_s
         self._streams: dict[RequestId, RequestStream] = {}
         self._outbox: asyncio.Queue[Command] = asyncio.Queue()
+        self._has_failed = False
         self.status: EngineStatus | None = None
 
     async def run(self) -> None:
@@ -171,6 +172,7 @@ class EngineClient:
             case Hello(info, stats):
                 logger.info("connected to engine %s", info.engine_id)
                 self.status = EngineStatus(info, stats)
+                self._has_failed = False
             case StepOutputs(outputs, stats):
                 self._update_status(stats, healthy=None)
                 for output in outputs:
@@ -183,10 +185,12 @@ class EngineClient:
     def _update_status(self, stats: EngineStats, *, healthy: bool | None) -> None:
         if self.status:
             is_healthy = self.status.healthy if healthy is None else healthy
-            self.status = EngineStatus(self.status.info, stats, is_healthy)
+            # Its heartbeats may not know yet.
+            self.status = EngineStatus(self.status.info, stats, is_healthy and not self._has_failed)
 
     def _deliver(self, request_id: RequestId, item: RequestOutput | KvorumError) -> None:
         if self.status and _tells_of_loss(item):
+            self._has_failed = True
             self._update_status(self.status.stats, healthy=False)
         stream = self._streams.get(request_id)
         if stream is None:

@@ -3,8 +3,8 @@
 An engine's life:
  1. It is built beside the replica's start, since loading takes minutes for large models: until it is done it has no
     address, and `progress` says how far it is. If that fails, so does the replica's health check: Serve starts it anew.
- 2. It serves until a rank dies or is stuck. Then its streams end, which their routers take up elsewhere, its ranks are
-    killed, and it is built again in the same replica.
+ 2. It serves until a rank dies or is stuck. Then its streams end, which their routers take up elsewhere, and it is
+    built again in the same replica: on the ranks that are left, or from nothing when none is.
  3. Before it stops, be it for a new configuration, it tells its routers to send nothing more, and waits for what runs.
 """
 
@@ -87,9 +87,9 @@ class EngineReplica:
         return self._progress
 
     async def check_health(self) -> None:
-        """Raise when the engine failed to load; Serve calls this."""
-        if self._progress.error:
-            raise EngineLostError(self._progress.error)
+        """Raise when the engine failed to load, or to come back; Serve calls this."""
+        if self._life.done():
+            raise EngineLostError(self._progress.error or "the engine has ended")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Report how loaded the engine is; Serve calls this where engines are scaled."""

@@ -140,6 +140,7 @@ class _Run:
         self._attempts: dict[RequestId, _Sequence] = {}
         self._stream: RequestStream | None = None
         self._engine_id = ""
+        self._num_attempts = 0
         self._resumes = 0
         self._lost: EngineLostError | None = None
         self._give_up_s = self._deadline_s
@@ -156,8 +157,11 @@ class _Run:
     async def _submit(self) -> None:
         """Get a lease and send what is not over to the leased engine."""
         lease = await self._generator.admission.admit(_demand(self._request))
+        if self._is_aborted:
+            raise AbortedError("the request was aborted")
         remaining_s = max(0.0, self._deadline_s - _now_s())
-        attempts = [sequence.attempt(self._resumes, timeout_s=remaining_s) for sequence in self._open]
+        attempts = [sequence.attempt(self._num_attempts, timeout_s=remaining_s) for sequence in self._open]
+        self._num_attempts += 1
         self._attempts = {attempt.request_id: sequence for attempt, sequence in zip(attempts, self._open, strict=True)}
         self._engine_id = lease.engine_id
         self._stream = self._generator.engine(lease.engine_id).submit(attempts)
@@ -173,9 +177,16 @@ class _Run:
             except CapacityError:
                 if self._lost is None:
                     raise
+                await asyncio.sleep(_RESUME_PERIOD_S)
                 await self._resume(self._lost)
+            except InvalidRequestError as error:
+                # An engine that can hold less than the one that was lost.
+                if self._lost is None:
+                    raise
+                raise self._lost from error
             else:
-                self._lost = None
+                if self._lost is not None:
+                    self._note_resumed()
                 if delta := self._take(output):
                     yield delta
 
@@ -229,10 +240,15 @@ class _Run:
                 await self._submit()
             except (EngineLostError, CapacityError):
                 await asyncio.sleep(_RESUME_PERIOD_S)
+            except InvalidRequestError as error:
+                raise lost from error
             else:
-                logger.info("request %s goes on with engine %s", self._request.request_id, self._engine_id)
-                self._generator.on_resume()
                 return
+
+    def _note_resumed(self) -> None:
+        logger.info("request %s goes on with engine %s", self._request.request_id, self._engine_id)
+        self._lost = None
+        self._generator.on_resume()
 
 
 class _Sequence:

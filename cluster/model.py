@@ -83,6 +83,11 @@ def resolve_checkpoint(config: ClusterConfig) -> Checkpoint:
     longest = checkpoint.spec.max_position
     if config.max_model_len and config.max_model_len > longest:
         raise ConfigError(f"max_model_len: {config.model} was made for at most {longest}, got {config.max_model_len}")
+    if config.tensor_parallel_size > checkpoint.spec.num_heads:
+        raise ConfigError(
+            f"tensor_parallel_size: {config.tensor_parallel_size} ranks cannot share the {checkpoint.spec.num_heads} "
+            f"query heads of {config.model}"
+        )
     if config.chat_template is None:
         return checkpoint
     try:

@@ -12,6 +12,8 @@ Deployment handles carry control only: where the engines are, and shutdown.
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -59,8 +61,9 @@ class Router(GrpcService):
 def _discovery(engines: DeploymentHandle[EngineReplica]) -> Discover:
     async def discover() -> dict[str, str]:
         try:
-            answers = await engines.broadcast("address").results_async(
-                timeout_s=_CONTROL_TIMEOUT_S, return_exceptions=True
+            # In a thread: only there does a replica that does not answer leave the others' answers as they are.
+            answers = await asyncio.to_thread(
+                engines.broadcast("address").results, timeout_s=_CONTROL_TIMEOUT_S, return_exceptions=True
             )
         except Exception as error:  # whatever Ray raises while there is no replica
             raise EngineLostError(f"the engines' replicas do not answer: {error!r}") from error

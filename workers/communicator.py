@@ -1,8 +1,8 @@
 """How an engine's ranks add up, collect and hand out tensors: torch.distributed, or nothing for a rank that is alone.
 
 Ranks meet in a store that rank 0 opens on a free port. Plans and counts go over Gloo, so that no GPU spins while ranks
-wait for work; what is computed goes over NCCL on GPUs. A collective whose peer is dead raises at once, one whose peer
-has stopped raises when its time is over: either way the caller knows that the group is gone.
+wait for work; what is computed goes over NCCL on GPUs. Over Gloo a collective whose peer is dead raises at once, one
+whose peer has stopped raises when its time is over: either way the caller knows that the group is gone.
 """
 
 from __future__ import annotations
@@ -76,12 +76,15 @@ class Alone:
 class RankGroup:
     """The communicator of one of several ranks."""
 
-    def __init__(self, shards: Sequence[Shard], rank: int, meeting: MeetingPoint, *, device: torch.device) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], rank: int, meeting: MeetingPoint, *, host: str, device: torch.device
+    ) -> None:
         """Meet the other ranks; blocks until all are there.
 
-        device: what is computed on it is added up by NCCL when it is a GPU.
+        host: this rank's address, by which the others reach it. device: what is computed on it is added up by NCCL when
+        it is a GPU.
         """
-        if interface := _interface_of(meeting.host):
+        if interface := _interface_of(host):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         is_gpu = device.type == "cuda"
         dist.init_process_group(

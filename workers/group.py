@@ -24,6 +24,8 @@ from kvorum.workers.rank_actor import RankActor
 
 # A rank that does not answer for so long is stuck; with the time between two checks it is known within 5 s.
 HEALTH_TIMEOUT_S = 4.0
+# While it loads, a rank that reads a large tensor from a slow disk answers late.
+LOADING_TIMEOUT_S = 20.0
 # Until a rank's process has started, which takes as long as its node is busy.
 START_TIMEOUT_S = 120.0
 PLACEMENT_TIMEOUT_S = 60.0
@@ -65,17 +67,20 @@ class RayExecutor:
             EngineLostError: a rank died or is stuck.
         """
         await self._ping_all(START_TIMEOUT_S)
-        meeting = await _alive(0, self._ranks[0].open_meeting.remote()) if len(self._ranks) > 1 else None
+        meeting = None
+        if len(self._ranks) > 1:
+            meeting = await _in_time(_alive(0, self._ranks[0].open_meeting.remote()))
         loading = asyncio.gather(*(_alive(rank, it.load.remote(meeting)) for rank, it in enumerate(self._ranks)))
         try:
             while not (await asyncio.wait({loading}, timeout=PROGRESS_PERIOD_S))[0]:
-                await self.check_health()
+                await self._ping_all(LOADING_TIMEOUT_S)
                 on_progress(*await _alive(0, self._ranks[0].progress.remote()))
             shapes: list[RankShape] = loading.result()
         finally:
             loading.cancel()
-        address, *_ = await asyncio.gather(*(_alive(rank, it.serve.remote()) for rank, it in enumerate(self._ranks)))
-        self._channel = await asyncio.to_thread(ChannelClient, address)
+        serving = asyncio.gather(*(_alive(rank, it.serve.remote()) for rank, it in enumerate(self._ranks)))
+        address, *_ = await _in_time(serving)
+        self._channel = await _in_time(asyncio.to_thread(ChannelClient, address))
         return shapes[0]
 
     async def execute(self, plan: StepPlan) -> StepResult:
@@ -122,8 +127,8 @@ class RayExecutor:
         # With those gone, the others notice and stop.
         stuck = await self._failing(lambda rank: rank.retire.remote(RETIRE_TIMEOUT_S), RETIRE_TIMEOUT_S + 1)
         lost |= set(stuck)
-        if len(lost) == len(self._ranks):
-            raise EngineLostError("all ranks are lost")
+        if len(lost) in (0, len(self._ranks)):
+            raise EngineLostError("all ranks are lost, or one has failed that lives: none can be trusted")
         for rank in lost:
             ray.kill(self._ranks[rank])
             self._ranks[rank] = self._start_rank(rank)
@@ -159,6 +164,15 @@ class RayExecutor:
         for rank in self._ranks:
             ray.kill(rank)
         remove_placement_group(self._group)
+
+
+async def _in_time(call: Awaitable[ResultT]) -> ResultT:
+    """Wait for ranks that have no reason to take long."""
+    try:
+        async with asyncio.timeout(LOADING_TIMEOUT_S):
+            return await call
+    except TimeoutError:
+        raise EngineLostError(f"the ranks have not answered for {LOADING_TIMEOUT_S:g} s") from None
 
 
 async def _alive(rank: int, call: Awaitable[ResultT]) -> ResultT:

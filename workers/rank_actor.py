@@ -76,7 +76,9 @@ class _RankActor:
         self._shards = shards
         if meeting is None:
             return Alone()
-        self._group = RankGroup(shards, self._rank, meeting, device=choose_device(self._config.device))
+        host: str = ray.util.get_node_ip_address()
+        device = choose_device(self._config.device)
+        self._group = RankGroup(shards, self._rank, meeting, host=host, device=device)
         return self._group
 
     def _note_progress(self, done: int, total: int) -> None:

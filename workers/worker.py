@@ -1,4 +1,4 @@
-"""One rank: weights, a pool, and the forward pass over a step plan. A plain class; `group.py` puts it into an actor.
+"""One rank: weights, a pool, and the forward pass over a step plan. A plain class; `rank_actor.py` is the actor.
 
 Each rank decides by itself what its own KV heads evict. Where several ranks hold the same KV head and split its query
 heads, each adds to the scores what its own queries gave; before anything is decided by them they are made equal

@@ -175,7 +175,10 @@ def main() -> int:
         strikes = [asdict(strike) for strike in striker.strikes]
         complaints = {"complaints": tally.complaints, "leaks": leaks}
         args.json.write_text(json.dumps({**result, "strikes": strikes, **complaints}, indent=2))
-    return int(bool(leaks or any(tally.outcomes[bad] for bad in (Outcome.WRONG, Outcome.HUNG, Outcome.OTHER_ERROR))))
+    bad = {Outcome.WRONG, Outcome.HUNG, Outcome.OTHER_ERROR}
+    if not any(strike.kind == "router killed" for strike in striker.strikes):
+        bad.add(Outcome.ROUTER_LOST)
+    return int(bool(leaks or any(tally.outcomes[outcome] for outcome in bad)))
 
 
 def report(tally: Tally, strikes: Sequence[Strike], leaks: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvorum.cluster.config import ClusterConfig, ConfigError
-from kvorum.cluster.model import load_model
+from kvorum.cluster.model import load_model, resolve_checkpoint
 from kvorum.kvstore.errors import ContextLengthError, InvalidRequestError
 from kvtest.tiny_model import tiny_model, write_model_without_weights
 
@@ -57,3 +57,10 @@ def test_a_context_beyond_the_models_is_refused(tmp_path: Path) -> None:
     write_model_without_weights(tmp_path)
     with pytest.raises(ConfigError, match="at most 512, got 513"):
         load_model(ClusterConfig(model=str(tmp_path), max_model_len=513))
+
+
+def test_more_ranks_than_query_heads_are_refused_before_anything_is_started(tmp_path: Path) -> None:
+    write_model_without_weights(tmp_path)
+    num_heads = resolve_checkpoint(ClusterConfig(model=str(tmp_path))).spec.num_heads
+    with pytest.raises(ConfigError, match="ranks cannot share the"):
+        resolve_checkpoint(ClusterConfig(model=str(tmp_path), tensor_parallel_size=num_heads + 1))

@@ -33,8 +33,12 @@ class Fleet:
     frontend: Frontend
     hosts: dict[str, EngineHost]
 
-    async def join(self, name: str, *, step_delay_s: float = 0.005, max_num_seqs: int = 4) -> None:
-        info = replace(DEFAULT_INFO, engine_id=name, max_num_seqs=max_num_seqs, max_num_waiting=0)
+    async def join(
+        self, name: str, *, step_delay_s: float = 0.005, max_num_seqs: int = 4, num_blocks: int = 64
+    ) -> None:
+        info = replace(
+            DEFAULT_INFO, engine_id=name, max_num_seqs=max_num_seqs, max_num_waiting=0, num_blocks=num_blocks
+        )
         self.hosts[name] = await EngineHost.start(info, step_delay_s=step_delay_s)
         await eventually(lambda: name in self.frontend.live_engines())
 
@@ -169,6 +173,59 @@ def test_it_waits_for_room_on_another_engine() -> None:
                 await it.lose("first")
                 await read(stream, deltas)
             assert answer_of(deltas) == expected(60)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_an_engine_takes_in_part_is_sent_anew_until_it_takes_all() -> None:
+    async def scenario() -> None:
+        async with fleet() as it:
+            await it.join("first")
+            deltas: list[Delta] = []
+            async with it.frontend.generate(it.plan(n=3)) as stream:
+                deltas.append(await anext(stream))
+                await it.join("second", max_num_seqs=3)
+                # Another router's request, of which this one has not heard.
+                other = it.plan(max_tokens=100).sequences[0]
+                session = it.hosts["second"].engine.open_session()
+                await it.lose("first")
+                session.submit(replace(other, request_id=RequestId("another router's")))
+                await read(stream, deltas)
+            assert [answer_of(deltas, index) for index in range(3)] == [expected(60)] * 3
+            assert {delta.ending.resumes for delta in deltas if delta.ending} == {1}
+            assert b"kvorum_request_resumes_total 1.0" in it.frontend.metrics.render()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_too_small_ends_it_with_the_loss() -> None:
+    async def scenario() -> None:
+        async with fleet() as it:
+            await it.join("first")
+            async with it.frontend.generate(it.plan(max_tokens=400)) as stream:
+                await anext(stream)
+                await it.join("second", num_blocks=4)
+                await it.lose("first")
+                with pytest.raises(EngineLostError, match="first was lost"):
+                    await read(stream, [])
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_failed_is_not_asked_again_before_it_is_back() -> None:
+    async def scenario() -> None:
+        async with fleet(max_resumes=1) as it:
+            await it.join("first")
+            await it.join("second")
+            async with it.frontend.generate(it.plan()) as stream:
+                await anext(stream)
+                lost = it.the_one_that_runs()
+                it.hosts[lost].server._heartbeat_interval_s = 0.001
+                await it.fail(lost)
+                deltas: list[Delta] = []
+                await read(stream, deltas)
+            assert deltas[-1].ending is not None
+            assert deltas[-1].ending.resumes == 1
 
     asyncio.run(scenario())
 
