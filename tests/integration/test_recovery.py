@@ -157,6 +157,7 @@ def test_settings_that_cannot_be_used_change_nothing(served: Served, load: Load)
     assert load.wait_for_engines() == before
 
 
+@pytest.mark.slow
 def test_a_short_torment_leaves_no_wrong_answer_and_nothing_behind(tmp_path: Path) -> None:
     result = tmp_path / "chaos.json"
     options = {"duration-s": 19, "period-s": 6, "streams": 8, "questions": 8, "max-tokens": 16, "json": result}

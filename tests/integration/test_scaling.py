@@ -11,7 +11,7 @@ import pytest
 
 from kvtest.commands import command, wait_until_gone
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 SETTINGS = {
     "executor": "fake",
