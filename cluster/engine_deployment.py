@@ -11,7 +11,6 @@ An engine's life:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -100,8 +99,7 @@ class EngineReplica:
         if self._server:
             await self._server.drain(self._config.drain_timeout_s)
         self._life.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._life
+        await asyncio.gather(self._life, return_exceptions=True)
 
     async def _live(self) -> None:
         try:
@@ -123,13 +121,13 @@ class EngineReplica:
         """Build an engine again, on what is left of it if that can be."""
         try:
             return await engine.rebuild()
-        except Exception as error:
+        except Exception as error:  # whatever it was: the answer is to build from nothing
             logger.warning("engine %s is built from nothing: %r", self._engine_id, error)
             await engine.stop()
         while True:
             try:
                 return await self._build_engine(self._config, self._engine_id, self._report_bytes)
-            except Exception:
+            except Exception:  # it was built once, so what is missing now (a node, a file) may come back
                 logger.exception("engine %s failed to start", self._engine_id)
                 await asyncio.sleep(_REBUILD_PERIOD_S)
 

@@ -40,7 +40,7 @@ def kept_mass_curve(view: SlotView, *, block_size: int) -> torch.Tensor:
     return sums[cuts]
 
 
-def smallest_budget(  # one question, of this many parts
+def smallest_budget(
     view: SlotView,
     policy: Policy,
     *,

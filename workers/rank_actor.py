@@ -115,7 +115,7 @@ class _RankActor:
         def work_and_leave() -> None:
             try:
                 work()
-            except Exception:
+            except Exception:  # of the group or of this rank: `ping` tells, and the engine replaces what is lost
                 logger.exception("rank %d has lost the others", self._rank)
             finally:
                 # Else the others would wait for this one until their time is over.

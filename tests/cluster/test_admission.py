@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvorum.cluster.admission import Demand, LocalAdmission
 from kvorum.cluster.engine_status import EngineStatus
 from kvorum.kvstore.errors import CapacityError, EngineLostError, NeverFitsError
-from kvorum.workers.request import EngineStats, KVParams, RequestId
-from kvtest.stack import DEFAULT_INFO
+from kvorum.workers.request import KVParams, RequestId
+from kvtest.stack import DEFAULT_INFO, IDLE_STATS
 
 
 class Clock:
@@ -26,19 +26,7 @@ class Clock:
 
 def status(engine_id: str, *, num_blocks: int = 64, held: int = 0) -> EngineStatus:
     info = replace(DEFAULT_INFO, engine_id=engine_id, num_blocks=num_blocks)
-    stats = EngineStats(
-        num_running=0,
-        num_waiting=0,
-        blocks_free=num_blocks - held,
-        blocks_held=held,
-        blocks_cached=0,
-        steps_total=0,
-        prompt_tokens_total=0,
-        generation_tokens_total=0,
-        prefix_cache_queries_total=0,
-        prefix_cache_hits_total=0,
-        preemptions_total=0,
-    )
+    stats = replace(IDLE_STATS, blocks_free=num_blocks - held, blocks_held=held)
     return EngineStatus(info, stats)
 
 

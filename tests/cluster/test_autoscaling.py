@@ -10,22 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvorum.cluster.autoscaling import LOAD_METRIC, TARGET_LOAD, desired_engines, engine_load, scale_engines
-from kvorum.workers.request import EngineStats
-from kvtest.stack import DEFAULT_INFO
-
-IDLE = EngineStats(
-    num_running=0,
-    num_waiting=0,
-    blocks_free=0,
-    blocks_held=0,
-    blocks_cached=0,
-    steps_total=0,
-    prompt_tokens_total=0,
-    generation_tokens_total=0,
-    prefix_cache_queries_total=0,
-    prefix_cache_hits_total=0,
-    preemptions_total=0,
-)
+from kvtest.stack import DEFAULT_INFO, IDLE_STATS
 
 
 @given(st.lists(st.floats(0, 20), min_size=1, max_size=50))
@@ -37,9 +22,9 @@ def test_it_is_the_fewest_that_carry_the_load(loads: list[float]) -> None:
 
 def test_held_blocks_and_waiting_requests_both_count() -> None:
     info = replace(DEFAULT_INFO, num_blocks=64, max_num_seqs=4)
-    assert engine_load(info, IDLE) == 0
-    assert engine_load(info, replace(IDLE, blocks_held=48, num_running=1)) == 0.75
-    assert engine_load(info, replace(IDLE, blocks_held=16, num_running=4, num_waiting=4)) == 2.0
+    assert engine_load(info, IDLE_STATS) == 0
+    assert engine_load(info, replace(IDLE_STATS, blocks_held=48, num_running=1)) == 0.75
+    assert engine_load(info, replace(IDLE_STATS, blocks_held=16, num_running=4, num_waiting=4)) == 2.0
 
 
 @pytest.mark.parametrize(("metrics", "expected"), [({}, 3), (None, 3), ({LOAD_METRIC: {"a": 1.5, "b": 0.75}}, 3)])

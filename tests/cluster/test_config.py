@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvorum.cluster.config import (
+    ONLY_ENGINES,
+    ONLY_ROUTERS,
     ClusterConfig,
     ConfigError,
     add_config_arguments,
@@ -142,3 +144,11 @@ def test_other_numbers_are_refused(number: float) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         budget_from_number(number)
     assert caught.value.param == "kvorum.kv_budget"
+
+
+def test_settings_of_one_kind_of_process_do_not_change_the_others() -> None:
+    assert ClusterConfig.model_fields.keys() >= ONLY_ENGINES | ONLY_ROUTERS
+    assert not ONLY_ENGINES & ONLY_ROUTERS
+    config = ClusterConfig(max_num_seqs=3, request_timeout_s=7.0, served_model_name="mine")
+    assert config.for_engines() == ClusterConfig(max_num_seqs=3, served_model_name="mine")
+    assert config.for_routers() == ClusterConfig(request_timeout_s=7.0, served_model_name="mine")

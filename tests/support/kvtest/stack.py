@@ -15,7 +15,7 @@ from kvorum.cluster.frontend import Frontend
 from kvorum.workers.engine import Engine
 from kvorum.workers.engine_server import EngineServer
 from kvorum.workers.fake_engine import build_fake_engine
-from kvorum.workers.request import EngineInfo
+from kvorum.workers.request import EngineInfo, EngineStats
 from kvtest.tiny_model import tiny_model
 from kvtest.waiting import eventually
 
@@ -28,6 +28,20 @@ DEFAULT_INFO = EngineInfo(
     block_size=16,
     max_num_seqs=4,
     max_num_waiting=4,
+)
+
+IDLE_STATS = EngineStats(
+    num_running=0,
+    num_waiting=0,
+    blocks_free=0,
+    blocks_held=0,
+    blocks_cached=0,
+    steps_total=0,
+    prompt_tokens_total=0,
+    generation_tokens_total=0,
+    prefix_cache_queries_total=0,
+    prefix_cache_hits_total=0,
+    preemptions_total=0,
 )
 
 
