@@ -118,7 +118,8 @@ def test_a_rank_that_dies_while_it_loads_is_an_error_and_leaves_nothing(config: 
         while len(rank_processes()) < 2:
             await asyncio.sleep(0.02)
         rank_processes()[1].kill()
-        with pytest.raises(Exception, match="rank 1 died"):
+        # Ray starts the processes in an order of its own: which rank the younger one is, only the message knows.
+        with pytest.raises(Exception, match=r"rank [01] died"):
             async with asyncio.timeout(60):
                 await building
 
