@@ -1,55 +1,66 @@
-"""Which engine has probably cached the beginning of a prompt: what a router remembers of where it sent prompts.
+"""Which engines have probably cached the beginning of a prompt: what is remembered of where prompts were sent.
 
-A guess, since engines evict and other routers send prompts too; a wrong one costs what a cold start costs. Prompts are
-remembered in runs of RUN_TOKENS tokens, each under a hash of all that came before it, the least recently used first to
-be forgotten.
+A guess, since engines evict and others send prompts too; a wrong one costs what a cold start costs. Prompts are
+remembered in runs of RUN_TOKENS tokens, each under a digest of all that came before it. Digests are the same in every
+process, so that a router can work them out and the cache manager remember them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 RUN_TOKENS = 64
-MAX_RUNS = 50_000
+MAX_RUNS = 200_000
+# Of a beginning that everybody shares, the engines that got it last are enough to choose from.
+MAX_ENGINES_OF_RUN = 16
+
+
+def prefix_runs(prompt: Sequence[int], salt: str) -> tuple[int, ...]:
+    """Return a 64-bit digest for each whole run of a prompt, of it, all runs before it, and the salt."""
+    digest = hashlib.blake2b(salt.encode(), digest_size=8, person=b"prefix run")
+    layout = struct.Struct(f"<{RUN_TOKENS}q")
+    runs = []
+    for first in range(0, len(prompt) - RUN_TOKENS + 1, RUN_TOKENS):
+        digest.update(layout.pack(*prompt[first : first + RUN_TOKENS]))
+        runs.append(int.from_bytes(digest.digest(), "little"))
+    return tuple(runs)
 
 
 class PrefixAffinity:
-    """What was sent to each engine."""
+    """Which runs were sent where, for all engines in one map: a thousand engines cost no more than one.
+
+    The least recently sent run is forgotten first, of one prompt its end before its beginning.
+    """
 
     def __init__(self, *, max_runs: int = MAX_RUNS) -> None:
-        """max_runs: remembered of each engine."""
+        """max_runs: remembered in all."""
         self._max_runs = max_runs
-        self._sent: dict[str, OrderedDict[int, None]] = {}
+        # Run -> engines, in both the latest last.
+        self._sent: OrderedDict[int, dict[str, None]] = OrderedDict()
 
-    def note(self, engine_id: str, prompt: Sequence[int], salt: str) -> None:
-        """Remember that a prompt went to an engine."""
-        runs = self._sent.setdefault(engine_id, OrderedDict())
-        for run in _runs(prompt, salt):
-            runs[run] = None
-            runs.move_to_end(run)
-        while len(runs) > self._max_runs:
-            runs.popitem(last=False)
+    def note(self, engine_id: str, runs: Sequence[int]) -> None:
+        """Remember that a prompt of these runs went to an engine."""
+        for run in reversed(runs):
+            engines = self._sent.setdefault(run, {})
+            self._sent.move_to_end(run)
+            engines.pop(engine_id, None)
+            engines[engine_id] = None
+            if len(engines) > MAX_ENGINES_OF_RUN:
+                del engines[next(iter(engines))]
+        while len(self._sent) > self._max_runs:
+            self._sent.popitem(last=False)
 
-    def cached_tokens(self, engine_id: str, prompt: Sequence[int], salt: str) -> int:
-        """Return how many of a prompt's first tokens the engine has seen."""
-        sent = self._sent.get(engine_id, OrderedDict())
-        count = 0
-        for run in _runs(prompt, salt):
-            if run not in sent:
+    def cached_runs(self, runs: Sequence[int]) -> Mapping[str, int]:
+        """Return how many of a prompt's first runs each engine has seen; only engines that have seen some."""
+        counts: dict[str, int] = {}
+        having = None
+        for count, run in enumerate(runs, start=1):
+            sent = self._sent.get(run, {})
+            having = [*sent] if having is None else [engine_id for engine_id in having if engine_id in sent]
+            if not having:
                 break
-            count += RUN_TOKENS
-        return count
-
-    def keep_only(self, engine_ids: Collection[str]) -> None:
-        """Forget engines that are gone, and with them their caches."""
-        for engine_id in self._sent.keys() - set(engine_ids):
-            del self._sent[engine_id]
-
-
-def _runs(prompt: Sequence[int], salt: str) -> Iterator[int]:
-    """Yield a hash for each whole run, of it and all before it."""
-    before = hash(salt)
-    for first in range(0, len(prompt) - RUN_TOKENS + 1, RUN_TOKENS):
-        before = hash((before, *prompt[first : first + RUN_TOKENS]))
-        yield before
+            counts.update(dict.fromkeys(having, count))
+        return counts
