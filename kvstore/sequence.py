@@ -31,6 +31,7 @@ class SequenceKV:
     budget: int | None
     prompt_tokens: int
     salt: str
+    tenant: str = ""
     block_ids: list[BlockId] = field(default_factory=list)
     num_tokens: int = 0
     num_slots: int = 0

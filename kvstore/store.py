@@ -18,12 +18,12 @@ Invariants, which `audit` proves:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 
 from kvorum.kernels.plan import ShrinkRequest
 from kvorum.kvstore.blocks import BlockPool
+from kvorum.kvstore.opening import OpenRequest, PrefixHit, find_prefix, missing_blocks, score_cuts
 from kvorum.kvstore.ops import (
     ClearVictims,
     CopyBlocks,
@@ -35,7 +35,6 @@ from kvorum.kvstore.ops import (
     SwapIn,
     SwapOut,
 )
-from kvorum.kvstore.policies import Policy
 from kvorum.kvstore.prefix_tree import Node, PrefixTree
 from kvorum.kvstore.sequence import SequenceKV
 from kvorum.kvstore.types import BlockId, SeqId, SnapshotId, blocks_for
@@ -44,30 +43,33 @@ from kvorum.kvstore.types import BlockId, SeqId, SnapshotId, blocks_for
 class PreemptedBy(Enum):
     """What became of a preempted sequence's KV."""
 
-    RECOMPUTE = "recompute"  # nothing was evicted: dropped, the tokens are computed again
+    RECOMPUTE = "recompute"  # dropped, the tokens are computed again
     SWAP = "swap"  # moved to host memory with scores and positions
 
 
-@dataclass(frozen=True, slots=True)
-class OpenRequest:
-    """What the store must know of a new (or recomputed) sequence. tokens: all that will be prefilled."""
-
-    seq_id: SeqId
-    tokens: Sequence[int]
-    prompt_tokens: int
-    policy: Policy
-    budget: int | None
-    salt: str
-
-
 class KVStore:
-    """Bookkeeping of one engine's pool; the engine's scheduler is its only caller."""
+    """Bookkeeping of one engine's pool; the engine's scheduler is its only caller.
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int, enable_prefix_caching: bool) -> None:
+    max_offloaded_blocks: host memory for preempted sequences that lost nothing; those that were evicted from cannot be
+    computed again, so they move there whatever room there is.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        enable_prefix_caching: bool,
+        max_offloaded_blocks: int = 0,
+    ) -> None:
         self.block_size = block_size
         self._pool = BlockPool(num_blocks)
         self._tree = PrefixTree(self._pool, block_size=block_size)
         self.enable_prefix_caching = enable_prefix_caching
+        self.max_offloaded_blocks = max_offloaded_blocks
+        self.prefix_evicted_first: Collection[str] = ()
+        self.prefix_evicted_blocks = 0
         self._sequences: dict[SeqId, SequenceKV] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
         self._ops: list[MemoryOp] = []
@@ -97,6 +99,31 @@ class KVStore:
         """Blocks that sequences hold."""
         return self.num_blocks - self.num_free - self.num_cached
 
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be had without taking them from a sequence."""
+        return self.num_free + self.num_cached
+
+    @property
+    def num_offloaded(self) -> int:
+        """Blocks' worth of host memory that moved sequences take."""
+        moved = (sequence.num_slots for sequence in self._sequences.values() if sequence.swapped)
+        return sum(blocks_for(num_slots, self.block_size) for num_slots in moved)
+
+    def held_by_tenant(self) -> Mapping[str, int]:
+        """Return the blocks that each tenant's sequences hold; one that several hold is the first one's."""
+        held: Counter[str] = Counter()
+        shared: set[BlockId] = set()
+        for sequence in self._sequences.values():
+            leading = sequence.block_ids[: sequence.num_shared]
+            held[sequence.tenant] += len(sequence.block_ids) - len(leading) + len(set(leading) - shared)
+            shared.update(leading)
+        return held
+
+    def cached_by_tenant(self) -> Mapping[str, int]:
+        """Return the unreferenced prefix blocks by the tenant that computed them."""
+        return self._tree.unreferenced_by_tenant
+
     def open_sequences(self) -> list[SequenceKV]:
         """Return the sequences that are open, swapped ones included."""
         return list(self._sequences.values())
@@ -122,8 +149,8 @@ class KVStore:
         if not self._free_rows:
             return None
         whole = room_for >= len(request.tokens)
-        chain, depth, snapshot = self._usable_prefix(request) if whole else ([], 0, None)
-        cached = self._acquire(chain[:depth])
+        hit = self._find_prefix(request) if whole else PrefixHit()
+        cached, depth = self._acquire(hit.nodes), hit.depth
         fresh = self._allocate(blocks_for(room_for, self.block_size) - (0 if request.policy.evicts else depth))
         if fresh is None and request.policy.evicts:
             # The prefix is to be copied, and there is no room for both: compute it again.
@@ -141,6 +168,7 @@ class KVStore:
             budget=request.budget,
             prompt_tokens=request.prompt_tokens,
             salt=request.salt,
+            tenant=request.tenant,
             num_tokens=depth * self.block_size,
             num_slots=depth * self.block_size,
             num_cached_tokens=depth * self.block_size,
@@ -149,8 +177,10 @@ class KVStore:
         self._ops.append(ClearVictims(sequence.row))
         if request.policy.evicts:
             sequence.block_ids = fresh
-            self._start_from_copy(sequence, cached, snapshot)
-            sequence.cuts = self._cuts(request, branch=len(chain), start=depth) if whole else []
+            self._start_from_copy(sequence, cached, hit.snapshot)
+            used = PrefixHit(hit.chain, depth)
+            if whole and self.enable_prefix_caching:
+                sequence.cuts = score_cuts(request, used, block_size=self.block_size)
         else:
             sequence.block_ids = cached + fresh
             sequence.num_shared = depth
@@ -159,26 +189,20 @@ class KVStore:
         self.prefix_hits_tokens += sequence.num_cached_tokens
         return sequence
 
-    def _acquire(self, nodes: list[Node]) -> list[BlockId]:
+    def missing_to_open(self, request: OpenRequest) -> int:
+        """Return how many blocks must be got back before the sequence can be opened with room for all its tokens."""
+        hit = self._find_prefix(request)
+        needed = missing_blocks(self._tree, request, hit, block_size=self.block_size)
+        return max(0, needed - self.num_available)
+
+    def _find_prefix(self, request: OpenRequest) -> PrefixHit:
+        if not self.enable_prefix_caching:
+            return PrefixHit()
+        return find_prefix(self._tree, request, block_size=self.block_size)
+
+    def _acquire(self, nodes: Sequence[Node]) -> list[BlockId]:
         self._tree.acquire(nodes)
         return [node.block_id for node in nodes]
-
-    def _usable_prefix(self, request: OpenRequest) -> tuple[list[Node], int, SnapshotId | None]:
-        """Return the cached chain, how many of its blocks can be used, and the scores to start from."""
-        if not self.enable_prefix_caching:
-            return [], 0, None
-        chain = self._tree.match(request.tokens[: len(request.tokens) - 1], salt=request.salt)
-        policy = request.policy
-        if not policy.evicts:
-            return chain, len(chain), None
-        if policy.observe_last is not None:
-            # Queries before the last observe_last of the prompt count nothing, so a hit up to there starts from zero.
-            unobserved = max(0, request.prompt_tokens - policy.observe_last) // self.block_size
-            return chain, min(len(chain), unobserved), None
-        for node in reversed(chain):
-            if policy.decay in node.snapshots:
-                return chain, node.depth, node.snapshots[policy.decay]
-        return chain, 0, None
 
     def _start_from_copy(self, sequence: SequenceKV, cached: list[BlockId], snapshot: SnapshotId | None) -> None:
         if not cached:
@@ -187,13 +211,6 @@ class KVStore:
         self._ops.append(CopyBlocks(tuple(cached), own))
         self._ops.append(LoadScores(snapshot, own, sequence.num_slots))
         self._tree.release(cached)
-
-    def _cuts(self, request: OpenRequest, *, branch: int, start: int) -> list[int]:
-        """Return where to save scores: where this prompt leaves what is cached, and at its own last full block."""
-        if not self.enable_prefix_caching or request.policy.observe_last is not None:
-            return []
-        last = (len(request.tokens) - 1) // self.block_size
-        return sorted(depth * self.block_size for depth in {branch, last} if depth > start)
 
     def close(self, sequence: SequenceKV) -> None:
         """Let go of everything a sequence holds."""
@@ -215,7 +232,7 @@ class KVStore:
 
     def room(self, sequence: SequenceKV) -> int:
         """Return how many more slots the sequence could get now."""
-        blocks = len(sequence.block_ids) + self.num_free + self.num_cached
+        blocks = len(sequence.block_ids) + self.num_available
         return blocks * self.block_size - sequence.num_slots
 
     def extend(self, sequence: SequenceKV, num_tokens: int, *, may_evict: bool) -> bool:
@@ -246,7 +263,7 @@ class KVStore:
         num_full = sequence.num_tokens // self.block_size
         if num_full <= sequence.num_shared:
             return
-        chain = self._tree.publish(tokens, sequence.block_ids[:num_full], salt=sequence.salt)
+        chain = self._tree.publish(tokens, sequence.block_ids[:num_full], salt=sequence.salt, tenant=sequence.tenant)
         sequence.num_shared = num_full
         if at_cut and sequence.policy.decay not in chain[-1].snapshots:
             self._save_scores(sequence, chain[-1])
@@ -256,7 +273,7 @@ class KVStore:
         if not sequence.over_budget:
             return True
         assert sequence.budget is not None
-        return blocks_for(sequence.budget + 1, self.block_size) <= self.num_free + self.num_cached
+        return blocks_for(sequence.budget + 1, self.block_size) <= self.num_available
 
     def _save_scores(self, sequence: SequenceKV, node: Node) -> None:
         snapshot_id = SnapshotId(self._next_snapshot)
@@ -300,6 +317,19 @@ class KVStore:
         sequence.num_slots = keep
         sequence.victim_pending = False
         return True
+
+    def gain_of_cut(self, sequence: SequenceKV, keep: int) -> int:
+        """Return how many more blocks would be available after a shrink to `keep`; negative when copies cost more."""
+        leading = sequence.block_ids[: sequence.num_shared]
+        own = len(sequence.block_ids) - sum(map(self._tree.is_shared, leading))
+        return own - blocks_for(keep, self.block_size)
+
+    def lift_budget(self, sequence: SequenceKV) -> None:
+        """Let a sequence that was held to a budget grow again; a pending victim lives on."""
+        if sequence.victim_pending:
+            self._ops.append(ClearVictims(sequence.row))
+            sequence.victim_pending = False
+        sequence.budget = None
 
     # Decode.
 
@@ -349,8 +379,10 @@ class KVStore:
     # Preemption.
 
     def preempt(self, sequence: SequenceKV) -> PreemptedBy:
-        """Take all blocks from a sequence: to host memory if it was evicted from, else dropped and closed."""
-        if not sequence.num_evicted:
+        """Take all blocks from a sequence: to host memory if it must or there is room, else dropped and closed."""
+        num_blocks = blocks_for(sequence.num_slots, self.block_size)
+        has_room = sequence.num_slots > 0 and self.num_offloaded + num_blocks <= self.max_offloaded_blocks
+        if not sequence.num_evicted and not has_room:
             self.close(sequence)
             return PreemptedBy.RECOMPUTE
         self._ops.append(SwapOut(sequence.seq_id, sequence.row, tuple(sequence.block_ids), sequence.num_slots))
@@ -390,7 +422,9 @@ class KVStore:
         if short > self._tree.num_unreferenced:
             return None
         if short > 0:
-            self._tree.evict(short)
+            num_free = self._pool.num_free
+            self._tree.evict(short, first=self.prefix_evicted_first)
+            self.prefix_evicted_blocks += self._pool.num_free - num_free
         return self._pool.allocate(count)
 
     def audit(self) -> None:

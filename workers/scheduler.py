@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 from kvorum.kernels.plan import SequenceStep
 from kvorum.kvstore.errors import ContextLengthError, InvalidRequestError, NeverFitsError
+from kvorum.kvstore.opening import OpenRequest
 from kvorum.kvstore.policies import parse_policy, resolve_budget, smallest_footprint
 from kvorum.kvstore.sequence import SequenceKV
-from kvorum.kvstore.store import KVStore, OpenRequest, PreemptedBy
+from kvorum.kvstore.store import KVStore, PreemptedBy
 from kvorum.kvstore.types import SeqId
 from kvorum.workers.plan import BudgetQuery, MassQuery, RowPlan, SampleRequest, StepPlan, StepResult
 from kvorum.workers.request import EngineRequest, FinishReason, RequestId, RequestOutput

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from kvorum.kernels.plan import ShrinkRequest
+from kvorum.kvstore.opening import OpenRequest
 from kvorum.kvstore.ops import (
     ClearVictims,
     CopyBlocks,
@@ -21,7 +22,7 @@ from kvorum.kvstore.ops import (
 )
 from kvorum.kvstore.policies import POLICIES, Policy, parse_policy
 from kvorum.kvstore.sequence import SequenceKV
-from kvorum.kvstore.store import KVStore, OpenRequest, PreemptedBy
+from kvorum.kvstore.store import KVStore, PreemptedBy
 from kvorum.kvstore.types import BlockId, SeqId, SnapshotId
 
 BLOCK_SIZE = 4
