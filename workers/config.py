@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kvorum.kvstore.pricing import DEFAULT_RULE
+
 DtypeName = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 BackendName = Literal["auto", "reference", "cpu", "triton"]
 QuantizationName = Literal["auto", "none", "gguf", "int8"]
@@ -23,7 +25,8 @@ class EngineConfig:
     they are rounded to before quantised weights while a prompt is read; decode takes int16. kv_cache_dtype: auto is
     bfloat16 beside quantised weights, else dtype. max_model_len: None is the model's own. kv_cache_memory_bytes: the
     pool's size; None is gpu_memory_utilization of what the GPU has left once the weights are there, and CPU_POOL_BYTES
-    on CPUs. num_cpus: cores that each rank computes on; None is a
+    on CPUs. kv_offload_bytes: host memory on each rank for sequences that are moved out of the pool. allocation: by which
+    rule elastic sequences share the pool (kvstore/pricing.py). num_cpus: cores that each rank computes on; None is a
     share of the cluster's on CPUs, one on GPUs.
     """
 
@@ -41,6 +44,8 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
+    kv_offload_bytes: int = 2**30
+    allocation: str = DEFAULT_RULE.kind.value
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_num_waiting: int = 256
@@ -50,11 +55,12 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class RankShape:
-    """What the engine must know of a loaded rank."""
+    """What the engine must know of a loaded rank. max_offloaded_blocks: that its host memory has room for."""
 
     vocab_size: int
     max_model_len: int
     num_blocks: int
+    max_offloaded_blocks: int = 0
 
 
 CPU_POOL_BYTES = 2 * 1024**3

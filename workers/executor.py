@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvorum.workers.config import RankShape
-from kvorum.workers.plan import BudgetQuery, MassQuery, StepPlan, StepResult
+from kvorum.workers.plan import BudgetQuery, CurveQuery, MassQuery, StepPlan, StepResult
 
 
 class Executor(Protocol):
@@ -20,6 +20,9 @@ class Executor(Protocol):
 
     async def smallest_budgets(self, queries: Sequence[BudgetQuery]) -> list[int]:
         """Find the budgets that keep a floor of retained mass, between two steps."""
+
+    async def retention_curves(self, queries: Sequence[CurveQuery]) -> list[tuple[float, ...]]:
+        """Measure retained mass were sequences cut to 0, 1, 2 ... blocks, between two steps."""
 
     async def check_health(self) -> None:
         """Raise EngineLostError when a rank is dead."""

@@ -17,7 +17,7 @@ from kvorum.kvstore.errors import EngineLostError
 from kvorum.kvstore.types import SeqId
 from kvorum.workers.config import RankShape
 from kvorum.workers.engine import Engine
-from kvorum.workers.plan import BudgetQuery, MassQuery, RowPlan, Sample, StepPlan, StepResult
+from kvorum.workers.plan import BudgetQuery, CurveQuery, MassQuery, RowPlan, Sample, StepPlan, StepResult
 from kvorum.workers.request import EngineInfo, TokenLogprobs
 
 # One token in a slot: (position, token id).
@@ -124,6 +124,15 @@ class FakeExecutor:
     async def smallest_budgets(self, queries: Sequence[BudgetQuery]) -> list[int]:
         """Every token has the same mass here."""
         return [max(query.budget, -int(-query.floor * query.num_tokens // 1)) for query in queries]
+
+    async def retention_curves(self, queries: Sequence[CurveQuery]) -> list[tuple[float, ...]]:
+        """Every token has the same mass here."""
+        return [self._curve(query) for query in queries]
+
+    def _curve(self, query: CurveQuery) -> tuple[float, ...]:
+        alive = self._alive(query.residence)
+        kept = range(0, alive + query.block_size, query.block_size)
+        return tuple(min(slots, alive) / query.num_tokens for slots in kept)
 
     async def check_health(self) -> None:
         """A fake never dies."""

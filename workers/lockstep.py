@@ -17,7 +17,7 @@ from kvorum.kvstore.ops import MemoryOp, Residence
 from kvorum.kvstore.types import SeqId
 from kvorum.workers.communicator import RankGroup
 from kvorum.workers.flat import FlatCodec
-from kvorum.workers.plan import BudgetQuery, MassQuery, RowPlan, SampleRequest, StepPlan, StepResult
+from kvorum.workers.plan import BudgetQuery, CurveQuery, MassQuery, RowPlan, SampleRequest, StepPlan, StepResult
 from kvorum.workers.request import SamplingParams
 from kvorum.workers.worker import RankWorker
 
@@ -63,13 +63,20 @@ class BudgetCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class CurveCommand:
+    """Measure retention curves."""
+
+    queries: tuple[CurveQuery, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ViewCommand:
     """Look at a sequence's slots."""
 
     residence: Residence
 
 
-Command = KeepAlive | StepCommand | MassCommand | BudgetCommand | ViewCommand
+Command = KeepAlive | StepCommand | MassCommand | BudgetCommand | CurveCommand | ViewCommand
 
 COMMANDS: Final[FlatCodec[Command]] = FlatCodec(Command)
 _DRAWN_ON_RANK_0 = SampleRequest(SamplingParams(max_tokens=1), index=0)
@@ -101,6 +108,11 @@ class Leader:
         self._hand_out(BudgetCommand(tuple(queries)))
         return self._worker.smallest_budgets(queries)
 
+    def retention_curves(self, queries: Sequence[CurveQuery]) -> list[tuple[float, ...]]:
+        """Measure the retention curves of sequences over all ranks' heads."""
+        self._hand_out(CurveCommand(tuple(queries)))
+        return self._worker.retention_curves(queries)
+
     def view(self, residence: Residence) -> SlotView:
         """Gather positions, scores and life of a sequence's slots in all ranks' KV heads."""
         self._hand_out(ViewCommand(residence))
@@ -126,6 +138,8 @@ def follow(worker: RankWorker, group: RankGroup) -> None:
                 worker.retained_masses(queries)
             case BudgetCommand(queries):
                 worker.smallest_budgets(queries)
+            case CurveCommand(queries):
+                worker.retention_curves(queries)
             case ViewCommand(residence):
                 group.whole_view(worker.view(residence))
 

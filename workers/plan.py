@@ -84,8 +84,21 @@ class MassQuery:
 
 
 @dataclass(frozen=True, slots=True)
+class CurveQuery:
+    """Ask for the retained mass of a sequence were it cut to 0, 1, 2 ... blocks."""
+
+    residence: Residence
+    rule: EvictionRule
+    num_tokens: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class BudgetQuery:
-    """Ask for the smallest budget, at least `budget`, whose cut at the prompt's end keeps `floor` of the mass."""
+    """Ask for the smallest budget, at least `budget`, whose cut keeps `floor` of the mass.
+
+    policy: one that pools does so in this cut.
+    """
 
     residence: Residence
     policy: Policy

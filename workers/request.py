@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
 
+from kvorum.workers.governance import LeaseTerms
+
 RequestId = NewType("RequestId", str)
 
 
@@ -60,8 +62,8 @@ class KVParams:
     """What may happen to a request's KV cache.
 
     policy: a name of the policy registry. kv_budget: tokens kept per KV head; an int is a count, a float in (0, 1] a
-    fraction of the request's context (prompt + max_tokens); None is no limit. min_retained_mass: 0..1, no
-    eviction may take the sequence's retained mass below it.
+    fraction of the request's context (prompt + max_tokens); None is no limit for `full`, and for a policy that evicts
+    what the pool can spare. min_retained_mass: 0..1, no eviction may take the sequence's retained mass below it.
     """
 
     policy: str = "full"
@@ -75,7 +77,8 @@ class EngineRequest:
 
     timeout_s: seconds from its arrival at the engine after which it is ended with FinishReason.TIMEOUT.
     priority: lower runs earlier. cache_salt: prefix blocks are shared only between equal salts. answer_token_ids: the
-    answer so far, which another engine generated: this one goes on after it, as if it had been its own.
+    answer so far, which another engine generated: this one goes on after it, as if it had been its own. terms: of the
+    lease that it runs under.
     """
 
     request_id: RequestId
@@ -86,6 +89,7 @@ class EngineRequest:
     timeout_s: float | None = None
     cache_salt: str = ""
     answer_token_ids: tuple[int, ...] = ()
+    terms: LeaseTerms = LeaseTerms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +104,11 @@ class TokenLogprobs:
 class Receipt:
     """What happened to a request's KV cache; sent with its last output.
 
-    kv_budget: tokens per KV head the sequence was held to, None when unlimited. kv_tokens_held and kv_tokens_evicted:
+    kv_budget: tokens per KV head the sequence was held to at its end, None when unlimited. kv_tokens_held and kv_tokens_evicted:
     per KV head, at the end; their sum is the tokens whose KV was ever written. retained_mass: 1.0 when nothing was
     evicted. kv_page_seconds: blocks held, integrated over time. evicted_in_prefill: the pool was too short to keep the
-    prompt whole until its end. preemptions: how often the sequence was moved out and back, or recomputed.
+    prompt whole until its end. preemptions: how often the sequence was moved out and back, or recomputed; offloads: the
+    former alone. shrinks: how often it was cut, or held to what it had, because others needed blocks.
     """
 
     policy: str
@@ -118,6 +123,8 @@ class Receipt:
     queued_ms: float
     preemptions: int
     evicted_in_prefill: bool
+    shrinks: int = 0
+    offloads: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from kvorum.kvstore.errors import (
     NeverFitsError,
 )
 from kvorum.protos.engine.v1 import engine_pb2 as pb
+from kvorum.workers.governance import LeaseTerms
 from kvorum.workers.request import (
     EngineInfo,
     EngineRequest,
@@ -176,6 +177,7 @@ def _request_to_pb(request: EngineRequest) -> pb.SubmitCommand:
         timeout_s=request.timeout_s,
         cache_salt=request.cache_salt,
         answer_token_ids=request.answer_token_ids,
+        terms=pb.LeaseTerms(**asdict(request.terms)),
     )
 
 
@@ -189,6 +191,17 @@ def _request_from_pb(message: pb.SubmitCommand) -> EngineRequest:
         timeout_s=message.timeout_s if message.HasField("timeout_s") else None,
         cache_salt=message.cache_salt,
         answer_token_ids=tuple(message.answer_token_ids),
+        terms=_terms_from_pb(message.terms) if message.HasField("terms") else LeaseTerms(),
+    )
+
+
+def _terms_from_pb(message: pb.LeaseTerms) -> LeaseTerms:
+    return LeaseTerms(
+        lease_id=message.lease_id,
+        tenant=message.tenant,
+        reserved_blocks=message.reserved_blocks,
+        weight=message.weight,
+        least_tokens=message.least_tokens,
     )
 
 
@@ -273,6 +286,8 @@ def _receipt_from_pb(message: pb.Receipt) -> Receipt:
         queued_ms=message.queued_ms,
         preemptions=message.preemptions,
         evicted_in_prefill=message.evicted_in_prefill,
+        shrinks=message.shrinks,
+        offloads=message.offloads,
     )
 
 

@@ -22,13 +22,22 @@ from kvorum.kernels.spec import Shard
 from kvorum.kvstore.device import DeviceStore
 from kvorum.kvstore.errors import UnsupportedError
 from kvorum.kvstore.ops import Residence
-from kvorum.kvstore.retention import kept_mass, mass_given, smallest_budget
+from kvorum.kvstore.retention import kept_mass, kept_mass_curve, mass_given, smallest_budget
 from kvorum.kvstore.types import SeqId, blocks_for
 from kvorum.workers.backends import choose_device, load_backend
 from kvorum.workers.checkpoint.resolve import resolve
 from kvorum.workers.communicator import Alone, Communicator
 from kvorum.workers.config import CPU_POOL_BYTES, EngineConfig, RankShape
-from kvorum.workers.plan import BudgetQuery, MassQuery, RowPlan, Sample, SampleRequest, StepPlan, StepResult
+from kvorum.workers.plan import (
+    BudgetQuery,
+    CurveQuery,
+    MassQuery,
+    RowPlan,
+    Sample,
+    SampleRequest,
+    StepPlan,
+    StepResult,
+)
 from kvorum.workers.sampler import sample_batch
 
 # Draws the next token of each row of logits [num_rows, vocab].
@@ -136,7 +145,7 @@ class Worker(Generic[PoolT, StepT]):
         return [min(1.0, mass / whole) for mass, whole in zip(self._ranks.add_up(kept).tolist(), given, strict=True)]
 
     def smallest_budgets(self, queries: Sequence[BudgetQuery]) -> list[int]:
-        """Find the smallest budgets that keep the floors at a prompt's end."""
+        """Find the smallest budgets that keep floors."""
         return [self._smallest_budget(query) for query in queries]
 
     def _smallest_budget(self, query: BudgetQuery) -> int:
@@ -150,6 +159,20 @@ class Worker(Generic[PoolT, StepT]):
             prompt_tokens=query.prompt_tokens,
             add_up=self._ranks.add_up,
         )
+
+    def retention_curves(self, queries: Sequence[CurveQuery]) -> list[tuple[float, ...]]:
+        """Measure retained mass were sequences cut to 0, 1, 2 ... blocks."""
+        if not queries:
+            return []
+        curves = [self._kept_mass_curve(query) for query in queries]
+        whole = self._ranks.add_up(torch.cat(curves))
+        given = [mass_given(query.rule, self._backend.spec, num_tokens=query.num_tokens) for query in queries]
+        parts = whole.split([len(curve) for curve in curves])
+        return [tuple((part / mass).clamp(max=1.0).tolist()) for part, mass in zip(parts, given, strict=True)]
+
+    def _kept_mass_curve(self, query: CurveQuery) -> torch.Tensor:
+        self._store.agree_on_scores(query.residence)
+        return kept_mass_curve(self._store.view(query.residence), block_size=query.block_size).cpu()
 
     def view(self, residence: Residence) -> SlotView:
         """Gather positions, scores and life of a sequence's slots in this rank's KV heads."""
@@ -169,7 +192,10 @@ class RankWorker(Protocol):
         """Measure the retained mass of sequences."""
 
     def smallest_budgets(self, queries: Sequence[BudgetQuery]) -> list[int]:
-        """Find the smallest budgets that keep the floors at a prompt's end."""
+        """Find the smallest budgets that keep floors."""
+
+    def retention_curves(self, queries: Sequence[CurveQuery]) -> list[tuple[float, ...]]:
+        """Measure retained mass were sequences cut to 0, 1, 2 ... blocks."""
 
     def view(self, residence: Residence) -> SlotView:
         """Gather positions, scores and life of a sequence's slots in this rank's KV heads."""
@@ -212,15 +238,22 @@ def _make_worker(
 ) -> tuple[Worker[PoolT, StepT], RankShape]:
     spec = backend.spec
     max_model_len = min(config.max_model_len or spec.max_position, spec.max_position)
+    block_bytes = backend.block_bytes(config.block_size)
     num_blocks = ranks.smallest(
         size_pool(
             pool_bytes=_pool_bytes(config),
-            block_bytes=backend.block_bytes(config.block_size),
+            block_bytes=block_bytes,
             most_useful=config.max_num_seqs * blocks_for(max_model_len, config.block_size),
         )
     )
     pool = backend.allocate_pool(num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
-    return Worker(backend, pool, sampler=sampler, ranks=ranks), RankShape(spec.vocab_size, max_model_len, num_blocks)
+    shape = RankShape(
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        max_offloaded_blocks=ranks.smallest(config.kv_offload_bytes // block_bytes),
+    )
+    return Worker(backend, pool, sampler=sampler, ranks=ranks), shape
 
 
 def size_pool(*, pool_bytes: int, block_bytes: int, most_useful: int) -> int:

@@ -13,6 +13,7 @@ from kvorum.workers.lockstep import (
     COMMANDS,
     BudgetCommand,
     Command,
+    CurveCommand,
     KeepAlive,
     MassCommand,
     RowCommand,
@@ -22,7 +23,7 @@ from kvorum.workers.lockstep import (
 
 
 def commands() -> st.SearchStrategy[Command]:
-    kinds = (KeepAlive, StepCommand, MassCommand, BudgetCommand, ViewCommand)
+    kinds = (KeepAlive, StepCommand, MassCommand, BudgetCommand, CurveCommand, ViewCommand)
     return st.one_of(*(st.from_type(kind) for kind in kinds))
 
 

@@ -16,6 +16,7 @@ from kvorum.kvstore.errors import (
     NeverFitsError,
 )
 from kvorum.protos.engine.v1 import engine_pb2 as pb
+from kvorum.workers.governance import LeaseTerms
 from kvorum.workers.request import (
     EngineInfo,
     EngineRequest,
@@ -78,6 +79,14 @@ requests = st.builds(
     priority=st.integers(-(2**31), 2**31 - 1),
     timeout_s=st.none() | numbers,
     cache_salt=texts,
+    terms=st.builds(
+        LeaseTerms,
+        lease_id=texts,
+        tenant=texts,
+        reserved_blocks=counts,
+        weight=numbers,
+        least_tokens=counts,
+    ),
 )
 receipts = st.builds(
     Receipt,
@@ -93,6 +102,8 @@ receipts = st.builds(
     queued_ms=numbers,
     preemptions=counts,
     evicted_in_prefill=st.booleans(),
+    shrinks=counts,
+    offloads=counts,
 )
 logprobs = st.builds(TokenLogprobs, numbers, st.lists(st.tuples(counts, numbers), max_size=3).map(tuple))
 outputs = st.builds(
@@ -176,3 +187,10 @@ def test_a_number_that_does_not_fit_the_wire_is_an_error(max_tokens: int) -> Non
     request = EngineRequest(RequestId("r"), (1,), SamplingParams(max_tokens=max_tokens))
     with pytest.raises(ValueError, match="range"):
         command_to_pb(Submit(request))
+
+
+def test_a_request_from_a_router_that_knows_no_leases_has_the_default_terms() -> None:
+    message = pb.SessionRequest(submit=pb.SubmitCommand(request_id="a"))
+    command = command_from_pb(message)
+    assert isinstance(command, Submit)
+    assert command.request.terms == LeaseTerms()

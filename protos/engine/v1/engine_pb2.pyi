@@ -48,7 +48,7 @@ class SessionRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[SubmitCommand, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., finish: _Optional[_Union[FinishCommand, _Mapping]] = ...) -> None: ...
 
 class SubmitCommand(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "kv", "priority", "timeout_s", "cache_salt", "answer_token_ids")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "kv", "priority", "timeout_s", "cache_salt", "answer_token_ids", "terms")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class SubmitCommand(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ANSWER_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TERMS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
@@ -65,7 +66,22 @@ class SubmitCommand(_message.Message):
     timeout_s: float
     cache_salt: str
     answer_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., kv: _Optional[_Union[KVParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., answer_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    terms: LeaseTerms
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., kv: _Optional[_Union[KVParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., answer_token_ids: _Optional[_Iterable[int]] = ..., terms: _Optional[_Union[LeaseTerms, _Mapping]] = ...) -> None: ...
+
+class LeaseTerms(_message.Message):
+    __slots__ = ("lease_id", "tenant", "reserved_blocks", "weight", "least_tokens")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    LEAST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    tenant: str
+    reserved_blocks: int
+    weight: float
+    least_tokens: int
+    def __init__(self, lease_id: _Optional[str] = ..., tenant: _Optional[str] = ..., reserved_blocks: _Optional[int] = ..., weight: _Optional[float] = ..., least_tokens: _Optional[int] = ...) -> None: ...
 
 class AbortCommand(_message.Message):
     __slots__ = ("request_id",)
@@ -213,7 +229,7 @@ class Alternative(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("policy", "kv_budget", "prompt_tokens", "prompt_tokens_cached", "completion_tokens", "kv_tokens_held", "kv_tokens_evicted", "retained_mass", "kv_page_seconds", "queued_ms", "preemptions", "evicted_in_prefill")
+    __slots__ = ("policy", "kv_budget", "prompt_tokens", "prompt_tokens_cached", "completion_tokens", "kv_tokens_held", "kv_tokens_evicted", "retained_mass", "kv_page_seconds", "queued_ms", "preemptions", "evicted_in_prefill", "shrinks", "offloads")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     KV_BUDGET_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +242,8 @@ class Receipt(_message.Message):
     QUEUED_MS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_IN_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    SHRINKS_FIELD_NUMBER: _ClassVar[int]
+    OFFLOADS_FIELD_NUMBER: _ClassVar[int]
     policy: str
     kv_budget: int
     prompt_tokens: int
@@ -238,7 +256,9 @@ class Receipt(_message.Message):
     queued_ms: float
     preemptions: int
     evicted_in_prefill: bool
-    def __init__(self, policy: _Optional[str] = ..., kv_budget: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., kv_tokens_held: _Optional[int] = ..., kv_tokens_evicted: _Optional[int] = ..., retained_mass: _Optional[float] = ..., kv_page_seconds: _Optional[float] = ..., queued_ms: _Optional[float] = ..., preemptions: _Optional[int] = ..., evicted_in_prefill: _Optional[bool] = ...) -> None: ...
+    shrinks: int
+    offloads: int
+    def __init__(self, policy: _Optional[str] = ..., kv_budget: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., kv_tokens_held: _Optional[int] = ..., kv_tokens_evicted: _Optional[int] = ..., retained_mass: _Optional[float] = ..., kv_page_seconds: _Optional[float] = ..., queued_ms: _Optional[float] = ..., preemptions: _Optional[int] = ..., evicted_in_prefill: _Optional[bool] = ..., shrinks: _Optional[int] = ..., offloads: _Optional[int] = ...) -> None: ...
 
 class Rejection(_message.Message):
     __slots__ = ("request_id", "code", "message", "param", "retry_after_s")
