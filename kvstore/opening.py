@@ -64,8 +64,8 @@ def score_cuts(request: OpenRequest, hit: PrefixHit, *, block_size: int) -> list
     return sorted(depth * block_size for depth in {len(hit.chain), last} if depth > hit.depth)
 
 
-def missing_blocks(tree: PrefixTree, request: OpenRequest, hit: PrefixHit, *, block_size: int) -> int:
-    """Return how many blocks, free or unreferenced, the whole prompt takes out of the pool."""
+def blocks_taken(tree: PrefixTree, request: OpenRequest, hit: PrefixHit, *, block_size: int) -> int:
+    """Return how many blocks, free or unreferenced, the whole prompt takes."""
     whole = blocks_for(len(request.tokens), block_size)
     if request.policy.evicts:
         return whole

@@ -23,7 +23,7 @@ from enum import Enum
 
 from kvorum.kernels.plan import ShrinkRequest
 from kvorum.kvstore.blocks import BlockPool
-from kvorum.kvstore.opening import OpenRequest, PrefixHit, find_prefix, missing_blocks, score_cuts
+from kvorum.kvstore.opening import OpenRequest, PrefixHit, blocks_taken, find_prefix, score_cuts
 from kvorum.kvstore.ops import (
     ClearVictims,
     CopyBlocks,
@@ -189,11 +189,9 @@ class KVStore:
         self.prefix_hits_tokens += sequence.num_cached_tokens
         return sequence
 
-    def missing_to_open(self, request: OpenRequest) -> int:
-        """Return how many blocks must be got back before the sequence can be opened with room for all its tokens."""
-        hit = self._find_prefix(request)
-        needed = missing_blocks(self._tree, request, hit, block_size=self.block_size)
-        return max(0, needed - self.num_available)
+    def blocks_to_open(self, request: OpenRequest) -> int:
+        """Return how many of the available blocks a sequence takes that is opened with room for all its tokens."""
+        return blocks_taken(self._tree, request, self._find_prefix(request), block_size=self.block_size)
 
     def _find_prefix(self, request: OpenRequest) -> PrefixHit:
         if not self.enable_prefix_caching:
@@ -323,6 +321,11 @@ class KVStore:
         leading = sequence.block_ids[: sequence.num_shared]
         own = len(sequence.block_ids) - sum(map(self._tree.is_shared, leading))
         return own - blocks_for(keep, self.block_size)
+
+    def blocks_to_own(self, sequence: SequenceKV) -> int:
+        """Return how many blocks a sequence needs for copies before it may change what others hold too."""
+        leading = sequence.block_ids[: sequence.num_shared]
+        return len(leading) if any(map(self._tree.is_shared, leading)) else 0
 
     def lift_budget(self, sequence: SequenceKV) -> None:
         """Let a sequence that was held to a budget grow again; a pending victim lives on."""

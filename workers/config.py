@@ -25,9 +25,9 @@ class EngineConfig:
     they are rounded to before quantised weights while a prompt is read; decode takes int16. kv_cache_dtype: auto is
     bfloat16 beside quantised weights, else dtype. max_model_len: None is the model's own. kv_cache_memory_bytes: the
     pool's size; None is gpu_memory_utilization of what the GPU has left once the weights are there, and CPU_POOL_BYTES
-    on CPUs. kv_offload_bytes: host memory on each rank for sequences that are moved out of the pool. allocation: by which
-    rule elastic sequences share the pool (kvstore/pricing.py). num_cpus: cores that each rank computes on; None is a
-    share of the cluster's on CPUs, one on GPUs.
+    on CPUs. kv_offload_bytes: host memory on each rank for sequences that are moved out of the pool. allocation: the
+    rule by which elastic sequences share the pool (kvstore/pricing.py). num_cpus: cores that each rank computes on;
+    None is a share of the cluster's on CPUs, one on GPUs.
     """
 
     model: str

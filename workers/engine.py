@@ -18,12 +18,14 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvorum.kvstore.errors import CapacityError, EngineLostError
+from kvorum.kvstore.pricing import DEFAULT_RULE, Rule, parse_rule
 from kvorum.kvstore.store import KVStore
 from kvorum.workers.config import EngineConfig, RankShape
 from kvorum.workers.executor import Executor
+from kvorum.workers.governance import Directive, EngineReport, LeaseUse
 from kvorum.workers.plan import StepPlan
 from kvorum.workers.request import (
     EngineInfo,
@@ -38,6 +40,19 @@ from kvorum.workers.scheduler import Scheduler, SchedulerLimits
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How an engine works. max_num_batched_tokens: in a step. max_offloaded_blocks: blocks' worth of host memory.
+
+    rule: by which elastic sequences share the pool.
+    """
+
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    max_offloaded_blocks: int = 0
+    rule: Rule = DEFAULT_RULE
 
 
 def build_engine(config: EngineConfig, shape: RankShape, executor: Executor, *, engine_id: str) -> Engine:
@@ -55,8 +70,12 @@ def build_engine(config: EngineConfig, shape: RankShape, executor: Executor, *, 
     return Engine(
         info,
         executor,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        enable_prefix_caching=config.enable_prefix_caching,
+        EngineOptions(
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            max_offloaded_blocks=shape.max_offloaded_blocks,
+            rule=parse_rule(config.allocation),
+        ),
     )
 
 
@@ -70,9 +89,8 @@ class Engine:
         self,
         info: EngineInfo,
         executor: Executor,
+        options: EngineOptions,
         *,
-        max_num_batched_tokens: int,
-        enable_prefix_caching: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.info = info
@@ -80,7 +98,8 @@ class Engine:
             num_blocks=info.num_blocks,
             block_size=info.block_size,
             max_num_seqs=info.max_num_seqs,
-            enable_prefix_caching=enable_prefix_caching,
+            enable_prefix_caching=options.enable_prefix_caching,
+            max_offloaded_blocks=options.max_offloaded_blocks,
         )
         self.scheduler = Scheduler(
             self.store,
@@ -88,9 +107,11 @@ class Engine:
                 max_model_len=info.max_model_len,
                 vocab_size=info.vocab_size,
                 max_num_seqs=info.max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_batched_tokens=options.max_num_batched_tokens,
             ),
+            rule=options.rule,
         )
+        self._options = options
         self._executor = executor
         self._clock = clock
         self._sessions: dict[RequestId, EngineSession] = {}
@@ -127,8 +148,7 @@ class Engine:
         return Engine(
             replace(self.info, num_blocks=shape.num_blocks),
             self._executor,
-            max_num_batched_tokens=self.scheduler.limits.max_num_batched_tokens,
-            enable_prefix_caching=self.store.enable_prefix_caching,
+            replace(self._options, max_offloaded_blocks=shape.max_offloaded_blocks),
             clock=self._clock,
         )
 
@@ -160,6 +180,30 @@ class Engine:
             evicted_tokens_total=dict(scheduler.evicted_tokens),
         )
 
+    # What the cache manager is told, and says.
+
+    def report(self) -> EngineReport:
+        """Return a consistent look at the pool and who uses it."""
+        return self.scheduler.report()
+
+    def leases(self) -> tuple[LeaseUse, ...]:
+        """Return the leases that have sequences here."""
+        return self.scheduler.leases.current()
+
+    def take_lease_changes(self) -> tuple[tuple[LeaseUse, ...], tuple[str, ...]]:
+        """Return the leases that started, and the ids of those that ended, since the last call."""
+        return self.scheduler.leases.take_changes()
+
+    def obey(self, directive: Directive) -> None:
+        """Take a directive, which is carried out before the next step, or at once when there is none."""
+        self.scheduler.obey(directive)
+        self._wake.set()
+
+    @property
+    def directive_done(self) -> int:
+        """Number of the last directive that was carried out, 0 before the first."""
+        return self.scheduler.directive_done
+
     # What sessions call.
 
     def submit(self, request: EngineRequest, session: EngineSession) -> None:
@@ -186,7 +230,7 @@ class Engine:
     async def _run(self) -> None:
         try:
             while True:
-                if not self.scheduler.has_work and not self._ends:
+                if not self.scheduler.has_work and not self.scheduler.has_orders and not self._ends:
                     self._wake.clear()
                     await self._wake.wait()
                 await self._step()
@@ -209,16 +253,22 @@ class Engine:
         if plan is not None:
             result = await self._executor.execute(plan)
             outputs = self.scheduler.apply(plan, result)
-            await self._keep_floors()
+        has_measured = await self._measure()
         released = await self._release_ended()
         self._send(outputs + released)
-        assert plan or released or not self.scheduler.has_work, "work is waiting and nothing runs"
+        assert plan or released or has_measured or not self.scheduler.has_work, "work is waiting and nothing runs"
 
-    async def _keep_floors(self) -> None:
-        queries = self.scheduler.budget_queries()
-        if queries:
-            budgets = await self._executor.smallest_budgets(list(queries.values()))
-            self.scheduler.set_budgets(dict(zip(queries, budgets, strict=True)))
+    async def _measure(self) -> bool:
+        """Have measured what the next step depends on; returns whether a sequence waits for a budget."""
+        budget_queries = self.scheduler.budget_queries()
+        if budget_queries:
+            budgets = await self._executor.smallest_budgets(list(budget_queries.values()))
+            self.scheduler.set_budgets(dict(zip(budget_queries, budgets, strict=True)))
+        curve_queries = self.scheduler.curve_queries()
+        if curve_queries:
+            curves = await self._executor.retention_curves(list(curve_queries.values()))
+            self.scheduler.set_curves(dict(zip(curve_queries, curves, strict=True)))
+        return bool(budget_queries)
 
     async def _release_ended(self) -> list[RequestOutput]:
         queries = self.scheduler.mass_queries()

@@ -16,7 +16,7 @@ from kvorum.kvstore import ops
 from kvorum.kvstore.errors import EngineLostError
 from kvorum.kvstore.types import SeqId
 from kvorum.workers.config import RankShape
-from kvorum.workers.engine import Engine
+from kvorum.workers.engine import Engine, EngineOptions
 from kvorum.workers.plan import BudgetQuery, CurveQuery, MassQuery, RowPlan, Sample, StepPlan, StepResult
 from kvorum.workers.request import EngineInfo, TokenLogprobs
 
@@ -126,10 +126,11 @@ class FakeExecutor:
         return [max(query.budget, -int(-query.floor * query.num_tokens // 1)) for query in queries]
 
     async def retention_curves(self, queries: Sequence[CurveQuery]) -> list[tuple[float, ...]]:
-        """Every token has the same mass here."""
-        return [self._curve(query) for query in queries]
+        """Measure retained mass were sequences cut to 0, 1, 2 ... blocks."""
+        return [self.curve(query) for query in queries]
 
-    def _curve(self, query: CurveQuery) -> tuple[float, ...]:
+    def curve(self, query: CurveQuery) -> tuple[float, ...]:
+        """Every token has the same mass here."""
         alive = self._alive(query.residence)
         kept = range(0, alive + query.block_size, query.block_size)
         return tuple(min(slots, alive) / query.num_tokens for slots in kept)
@@ -150,6 +151,5 @@ def build_fake_engine(info: EngineInfo, *, max_num_batched_tokens: int, step_del
     return Engine(
         info,
         FakeExecutor(block_size=info.block_size, step_delay_s=step_delay_s),
-        max_num_batched_tokens=max_num_batched_tokens,
-        enable_prefix_caching=True,
+        EngineOptions(max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=True),
     )

@@ -89,7 +89,7 @@ class EngineRequest:
     timeout_s: float | None = None
     cache_salt: str = ""
     answer_token_ids: tuple[int, ...] = ()
-    terms: LeaseTerms = LeaseTerms()
+    terms: LeaseTerms = field(default_factory=LeaseTerms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +104,11 @@ class TokenLogprobs:
 class Receipt:
     """What happened to a request's KV cache; sent with its last output.
 
-    kv_budget: tokens per KV head the sequence was held to at its end, None when unlimited. kv_tokens_held and kv_tokens_evicted:
-    per KV head, at the end; their sum is the tokens whose KV was ever written. retained_mass: 1.0 when nothing was
-    evicted. kv_page_seconds: blocks held, integrated over time. evicted_in_prefill: the pool was too short to keep the
-    prompt whole until its end. preemptions: how often the sequence was moved out and back, or recomputed; offloads: the
-    former alone. shrinks: how often it was cut, or held to what it had, because others needed blocks.
+    kv_budget: tokens per KV head the sequence was held to at its end, None when unlimited. kv_tokens_held and
+    kv_tokens_evicted: per KV head, at the end; their sum is the tokens whose KV was ever written. retained_mass: 1.0
+    when nothing was evicted. kv_page_seconds: blocks held, integrated over time. evicted_in_prefill: the pool was too
+    short to keep the prompt whole until its end. preemptions: how often the sequence was moved out and back, or
+    recomputed; offloads: the former alone. shrinks: how often it was cut, or held to what it had, for others.
     """
 
     policy: str

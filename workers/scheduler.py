@@ -4,26 +4,40 @@ Pure: no clock, no chance, no tensors; the KV store's bookkeeping is the only th
 
 A step is one batch under one token budget. Decodes come first, one token each, then prefill chunks of running
 sequences, then new ones, each group in (priority, arrival) order. A chunk that does not end its prompt ends at a
-multiple of the block size. When a running sequence needs a block and none is left, the last in order is preempted until
-there is one: recomputed later if nothing of it was evicted, else moved to host memory. A step that preempts admits
-nobody.
+multiple of the block size.
+
+When blocks are missing, elastic sequences are shrunk first (reclaim.py), before anything is computed in the step: for
+what running sequences need next, and for the first one that waits. If a running sequence still finds no block, the last
+in order is preempted until it does: moved to host memory, or recomputed later if there is no room for it and nothing of
+it was evicted. Elastic sequences that hold more than they are due come after all others, in the step and to be kept.
+A step in which blocks are missing admits nobody.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvorum.kernels.plan import SequenceStep
-from kvorum.kvstore.errors import ContextLengthError, InvalidRequestError, NeverFitsError
+from kvorum.kvstore.errors import InvalidRequestError
 from kvorum.kvstore.opening import OpenRequest
-from kvorum.kvstore.policies import parse_policy, resolve_budget, smallest_footprint
+from kvorum.kvstore.policies import Policy, parse_policy, resolve_budget
+from kvorum.kvstore.pricing import DEFAULT_RULE, Rule, RuleKind
 from kvorum.kvstore.sequence import SequenceKV
 from kvorum.kvstore.store import KVStore, PreemptedBy
-from kvorum.kvstore.types import SeqId
-from kvorum.workers.plan import BudgetQuery, MassQuery, RowPlan, SampleRequest, StepPlan, StepResult
+from kvorum.kvstore.types import SeqId, blocks_for
+from kvorum.workers.bidding import blocks_to_go_on, can_be_shrunk, holds_more_than_due
+from kvorum.workers.governance import Directive, EngineReport, LadderStep
+from kvorum.workers.leases import LeaseBook
+from kvorum.workers.plan import BudgetQuery, CurveQuery, MassQuery, StepPlan, StepResult
+from kvorum.workers.reclaim import Reclaimer, is_measuring
+from kvorum.workers.report import report_pool
 from kvorum.workers.request import EngineRequest, FinishReason, RequestId, RequestOutput
+from kvorum.workers.request_checks import RequestChecks
 from kvorum.workers.sequence import Sequence
+from kvorum.workers.step_builder import StepBuilder, chunk_row, decode_row
+
+# A sequence's retention curve is measured anew when it has grown by so many tokens.
+CURVE_PERIOD_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +63,13 @@ class Totals:
 class Scheduler:
     """Waiting and running sequences of one engine."""
 
-    def __init__(self, store: KVStore, limits: SchedulerLimits) -> None:
+    def __init__(self, store: KVStore, limits: SchedulerLimits, *, rule: Rule = DEFAULT_RULE) -> None:
+        """rule: by which elastic sequences share the pool."""
         self._store = store
         self.limits = limits
+        self._checks = RequestChecks(limits.max_model_len, limits.vocab_size, store.num_blocks, store.block_size)
+        self._reclaimer = Reclaimer(store, rule)
+        self.leases = LeaseBook()
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._ended: list[Sequence] = []
@@ -76,57 +94,31 @@ class Scheduler:
         """Say whether another step is needed."""
         return bool(self._waiting or self._running or self._ended)
 
+    @property
+    def has_orders(self) -> bool:
+        """Say whether a directive is yet to be carried out."""
+        return self._reclaimer.has_orders
+
+    @property
+    def directive_done(self) -> int:
+        """Number of the last directive that was carried out, 0 before the first."""
+        return self._reclaimer.directive_done
+
+    def obey(self, directive: Directive) -> None:
+        """Take a directive, which the next step carries out."""
+        self._reclaimer.obey(directive)
+
+    def report(self) -> EngineReport:
+        """Return a consistent look at the pool between two steps."""
+        return report_pool(self._store, self._reclaimer, self._by_request.values())
+
     # Requests come and go.
 
     def check(self, request: EngineRequest) -> None:
         """Raise InvalidRequestError (or a child) when a request can never be served here."""
-        limits, sampling = self.limits, request.sampling
-        prompt = request.prompt_token_ids
         if request.request_id in self._by_request:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        if not prompt:
-            raise InvalidRequestError("the prompt is empty", param="prompt")
-        self._check_token_ids(request)
-        if not 0.0 <= request.kv.min_retained_mass <= 1.0:
-            raise InvalidRequestError("min_retained_mass must be in 0..1", param="kvorum.min_retained_mass")
-        if sampling.max_tokens < 1:
-            raise InvalidRequestError(f"max_tokens must be at least 1, got {sampling.max_tokens}", param="max_tokens")
-        if len(request.answer_token_ids) >= sampling.max_tokens:
-            raise InvalidRequestError("the answer is as long as max_tokens already", param="answer_token_ids")
-        context = len(prompt) + sampling.max_tokens
-        if context > limits.max_model_len:
-            raise ContextLengthError(
-                f"prompt ({len(prompt)} tokens) plus max_tokens ({sampling.max_tokens}) exceed the model's context of "
-                f"{limits.max_model_len} tokens",
-                param="max_tokens" if len(prompt) < limits.max_model_len else "prompt",
-            )
-        policy = parse_policy(request.kv.policy)
-        budget = resolve_budget(policy, request.kv.kv_budget, context_tokens=context)
-        needed = smallest_footprint(
-            budget,
-            context_tokens=context,
-            min_retained_mass=request.kv.min_retained_mass,
-            block_size=self._store.block_size,
-        )
-        if needed > self._store.num_blocks:
-            raise NeverFitsError(
-                f"the request alone needs {needed} KV blocks, the pool has {self._store.num_blocks}",
-                param="prompt",
-            )
-
-    def _check_token_ids(self, request: EngineRequest) -> None:
-        last = self.limits.vocab_size - 1
-        bad = next((token for token in request.prompt_token_ids if not 0 <= token <= last), None)
-        if bad is not None:
-            raise InvalidRequestError(f"token id {bad} is not in 0..{last}", param="prompt")
-        others = {
-            "logit_bias": request.sampling.logit_bias,
-            "stop_token_ids": request.sampling.stop_token_ids,
-            "answer_token_ids": request.answer_token_ids,
-        }
-        for name, token_ids in others.items():
-            if any(not 0 <= token <= last for token in token_ids):
-                raise InvalidRequestError(f"{name}: token ids must be in 0..{last}", param=name)
+        self._checks.check(request)
 
     def add(self, request: EngineRequest, *, now_s: float) -> None:
         """Queue a request that `check` has passed."""
@@ -143,6 +135,7 @@ class Scheduler:
         self._next_seq_id += 1
         self._by_request[request.request_id] = sequence
         self._waiting.append(sequence)
+        self.leases.add(request.terms)
 
     def end(self, request_id: RequestId, reason: FinishReason) -> None:
         """End a request between two steps; one that is unknown or over already is left alone."""
@@ -174,6 +167,7 @@ class Scheduler:
             if sequence.kv is not None:
                 self._store.close(sequence.kv)
             del self._by_request[sequence.request.request_id]
+            self.leases.remove(sequence.request.terms)
             outputs.append(
                 RequestOutput(sequence.request.request_id, finish_reason=sequence.finish_reason, receipt=receipt)
             )
@@ -185,13 +179,16 @@ class Scheduler:
     def schedule(self, *, now_s: float) -> StepPlan | None:
         """Decide the next step; None when there is nothing to do."""
         self._tick(now_s)
-        step = _StepBuilder(self.limits.max_num_batched_tokens)
-        self._running.sort(key=lambda sequence: sequence.order)
+        step = StepBuilder(self.limits.max_num_batched_tokens)
+        self._waiting.sort(key=lambda sequence: sequence.order)
+        self._reclaimer.begin_step(self._running)
+        self._make_room(step)
+        self._running.sort(key=self._rank)
         for decoding in (True, False):
             for sequence in tuple(self._running):
                 if sequence in self._running and sequence.prompt_done == decoding:
                     self._schedule_decode(sequence, step) if decoding else self._schedule_chunk(sequence, step)
-        if not step.preempted:
+        if not step.is_short:
             self._admit(step, now_s=now_s)
         ops = self._store.take_ops()
         if not ops and not step.rows:
@@ -213,34 +210,57 @@ class Scheduler:
             if sequence.kv is not None:
                 sequence.page_seconds += elapsed_s * len(sequence.kv.block_ids)
 
-    def _schedule_decode(self, sequence: Sequence, step: _StepBuilder) -> None:
+    def _rank(self, sequence: Sequence) -> tuple[bool, tuple[int, float, int]]:
+        """Return a sort key: who gets blocks first, and keeps them longest."""
+        return holds_more_than_due(sequence, self._store.block_size), sequence.order
+
+    def _make_room(self, step: StepBuilder) -> None:
+        """Shrink elastic sequences for what this step needs, and for the first that waits if that lets it start."""
+        newcomer = self._waiting[0] if self._waiting and len(self._running) < self.limits.max_num_seqs else None
+        if newcomer is not None and newcomer.kv is None and newcomer.is_elastic and not newcomer.keeps_floor:
+            share = self._reclaimer.share_with(self._running, newcomer)
+            if share is not None:
+                step.shares[newcomer.seq_id] = share
+                return
+        elif newcomer is not None:
+            for blocks in self._starts(newcomer):
+                if self._reclaimer.make_room(self._running, blocks):
+                    return
+        self._reclaimer.make_room(self._running)
+
+    def _starts(self, newcomer: Sequence) -> list[int]:
+        """Return with how many blocks a sequence can start, the preferred number first."""
+        block_size = self._store.block_size
+        if newcomer.kv is not None:
+            return [blocks_for(newcomer.kv.num_slots + 1, block_size)]
+        whole = self._store.blocks_to_open(_open_request(newcomer))
+        if newcomer.budget is None or newcomer.keeps_floor:
+            return [whole]
+        return [whole, blocks_for(newcomer.budget + block_size, block_size)]
+
+    def _schedule_decode(self, sequence: Sequence, step: StepBuilder) -> None:
         kv = _resident(sequence)
         if step.tokens_left < 1:
             return
         while not self._cut_to_budget(kv) or not self._store.extend_decode(kv):
+            if self._get_back(sequence, step):
+                continue
+            if is_measuring(self._running):
+                return
             if not self._preempt_after(sequence, step):
                 self._preempt(sequence, step)
                 return
-        replace, num_slots = kv.victim_pending, kv.num_slots
+        replace_victim, num_slots = kv.victim_pending, kv.num_slots
         choose_victims = self._store.wrote_decode(kv)
-        step.add(
-            RowPlan(
-                seq_id=sequence.seq_id,
-                token_ids=(sequence.tokens[-1],),
-                step=SequenceStep(
-                    row=kv.row,
-                    block_table=tuple(kv.block_ids),
-                    start=kv.num_tokens - 1,
-                    num_tokens=1,
-                    num_slots=num_slots,
-                    rule=kv.rule,
-                    replace=replace,
-                    choose_victims=choose_victims,
-                ),
-                sample=_sample_request(sequence),
-                report_retained=choose_victims and sequence.keeps_floor,
-            )
-        )
+        step.add(decode_row(sequence, kv, num_slots=num_slots, replace=replace_victim, choose_victims=choose_victims))
+
+    def _get_back(self, sequence: Sequence, step: StepBuilder) -> bool:
+        """Shrink elastic sequences for a running one that lacks blocks; returns whether that may have been enough."""
+        step.is_short = True
+        before = self._store.num_available
+        needed = max(1, blocks_to_go_on(sequence, self._store))
+        self._reclaimer.get_back(needed, [other for other in self._running if not step.holds(other)])
+        return self._store.num_available > before
 
     def _cut_to_budget(self, kv: SequenceKV) -> bool:
         """Cut a sequence whose prompt is done to its budget."""
@@ -249,7 +269,7 @@ class Scheduler:
         assert kv.budget is not None
         return self._store.shrink(kv, kv.budget, prompt_done=True)
 
-    def _schedule_chunk(self, sequence: Sequence, step: _StepBuilder) -> None:
+    def _schedule_chunk(self, sequence: Sequence, step: StepBuilder) -> None:
         kv = _resident(sequence)
         while True:
             chunk = self._chunk(sequence, kv, step.tokens_left)
@@ -261,7 +281,7 @@ class Scheduler:
             if fitting and self._store.extend(kv, fitting, may_evict=False):
                 chunk = fitting
                 break
-            if not self._preempt_after(sequence, step):
+            if not self._get_back(sequence, step) and not self._preempt_after(sequence, step):
                 return
         self._add_chunk(sequence, kv, chunk, step)
 
@@ -274,29 +294,13 @@ class Scheduler:
         end = (kv.num_tokens + chunk) // self._store.block_size * self._store.block_size
         return max(0, end - kv.num_tokens)
 
-    def _add_chunk(self, sequence: Sequence, kv: SequenceKV, chunk: int, step: _StepBuilder) -> None:
+    def _add_chunk(self, sequence: Sequence, kv: SequenceKV, chunk: int, step: StepBuilder) -> None:
         start, num_slots = kv.num_tokens, kv.num_slots
         self._store.wrote(kv, chunk)
         sequence.evicted_in_prefill |= kv.evicted_in_prefill
-        last = kv.num_tokens == len(sequence.tokens)
-        step.add(
-            RowPlan(
-                seq_id=sequence.seq_id,
-                token_ids=tuple(sequence.tokens[start : start + chunk]),
-                step=SequenceStep(
-                    row=kv.row,
-                    block_table=tuple(kv.block_ids),
-                    start=start,
-                    num_tokens=chunk,
-                    num_slots=num_slots,
-                    rule=kv.rule,
-                ),
-                sample=_sample_request(sequence) if last else None,
-            )
-        )
+        step.add(chunk_row(sequence, kv, start=start, num_slots=num_slots))
 
-    def _admit(self, step: _StepBuilder, *, now_s: float) -> None:
-        self._waiting.sort(key=lambda sequence: sequence.order)
+    def _admit(self, step: StepBuilder, *, now_s: float) -> None:
         while self._waiting and len(self._running) < self.limits.max_num_seqs and step.tokens_left > 0:
             sequence = self._waiting[0]
             if not (self._resume(sequence) if sequence.kv is not None else self._open(sequence, step)):
@@ -311,26 +315,18 @@ class Scheduler:
         assert sequence.kv is not None
         return self._store.resume(sequence.kv)
 
-    def _open(self, sequence: Sequence, step: _StepBuilder) -> bool:
+    def _open(self, sequence: Sequence, step: StepBuilder) -> bool:
         """Open a sequence's KV with room for its prompt, or for a chunk where that must do; False if there is none."""
-        room_for = len(sequence.tokens)
-        room = (self._store.num_free + self._store.num_cached) * self._store.block_size
-        if room < room_for and sequence.budget is not None and not sequence.keeps_floor:
+        request, room_for = _open_request(sequence), len(sequence.tokens)
+        room = self._store.num_available * self._store.block_size
+        if room < room_for and not sequence.keeps_floor:
             # It may be cut to its budget between chunks, so it can start in less than its whole prompt needs.
-            if room < sequence.budget + self._store.block_size:
+            budget = self._prefill_budget(sequence, step)
+            if budget is None or room < budget + self._store.block_size:
                 return False
+            request = replace(request, budget=budget)
             room_for = min(room, max(step.tokens_left, self._store.block_size))
-        kv = self._store.open(
-            OpenRequest(
-                seq_id=sequence.seq_id,
-                tokens=sequence.tokens,
-                prompt_tokens=sequence.num_prompt,
-                policy=sequence.policy,
-                budget=sequence.budget,
-                salt=sequence.request.cache_salt,
-            ),
-            room_for=room_for,
-        )
+        kv = self._store.open(request, room_for=room_for)
         if kv is None:
             return False
         sequence.kv = kv
@@ -338,21 +334,35 @@ class Scheduler:
             sequence.prompt_tokens_cached = kv.num_cached_tokens
         return True
 
-    def _preempt_after(self, sequence: Sequence, step: _StepBuilder) -> bool:
-        """Preempt the last running sequence that comes after this one in order and is not in the step yet."""
-        candidates = [other for other in self._running if other.order > sequence.order and not step.holds(other)]
+    def _prefill_budget(self, sequence: Sequence, step: StepBuilder) -> int | None:
+        """Return what a sequence is cut to between chunks; for an elastic one a block less than its share."""
+        if sequence.is_elastic and sequence.seq_id in step.shares:
+            return max(sequence.least_tokens, (step.shares[sequence.seq_id] - 1) * self._store.block_size)
+        return sequence.budget
+
+    def _preempt_after(self, sequence: Sequence, step: StepBuilder) -> bool:
+        """Preempt the last running sequence that comes after this one and is not in the step yet."""
+        rank = self._rank(sequence)
+        candidates = [other for other in self._running if self._rank(other) > rank and not step.holds(other)]
         if not candidates:
             return False
-        self._preempt(max(candidates, key=lambda other: other.order), step)
+        self._preempt(max(candidates, key=self._rank), step)
         return True
 
-    def _preempt(self, sequence: Sequence, step: _StepBuilder) -> None:
+    def _preempt(self, sequence: Sequence, step: StepBuilder) -> None:
+        before = self._store.num_available
         if self._store.preempt(_resident(sequence)) is PreemptedBy.RECOMPUTE:
             sequence.kv = None
             sequence.prompt_done = False
+            ladder_step = LadderStep.PREEMPT
+        else:
+            sequence.offloads += 1
+            ladder_step = LadderStep.OFFLOAD
+        self._reclaimer.count(ladder_step, self._store.num_available - before)
+        sequence.wanted_budget = None
         sequence.preemptions += 1
         self.totals.preemptions += 1
-        step.preempted = True
+        step.is_short = True
         self._running.remove(sequence)
         self._waiting.append(sequence)
 
@@ -384,26 +394,45 @@ class Scheduler:
         return outputs
 
     def budget_queries(self) -> dict[SeqId, BudgetQuery]:
-        """Return the cuts at a prompt's end whose budget depends on a floor of retained mass."""
+        """Return the cuts whose budget depends on a floor of retained mass: at a prompt's end, or for others."""
         queries = {}
         for sequence in self._running:
             kv = _resident(sequence)
-            if sequence.prompt_done and sequence.keeps_floor and kv.over_budget and kv.budget is not None:
-                queries[sequence.seq_id] = BudgetQuery(
-                    residence=kv.residence,
-                    policy=sequence.policy,
-                    floor=sequence.request.kv.min_retained_mass,
-                    budget=kv.budget,
-                    prompt_tokens=sequence.num_prompt,
-                    num_tokens=kv.num_tokens,
-                )
+            if sequence.wanted_budget is not None:
+                unpooled = replace(sequence.policy, pool_width=1)
+                queries[sequence.seq_id] = _budget_query(sequence, kv, unpooled, budget=sequence.wanted_budget)
+            elif sequence.prompt_done and sequence.keeps_floor and kv.over_budget and kv.budget is not None:
+                queries[sequence.seq_id] = _budget_query(sequence, kv, sequence.policy, budget=kv.budget)
         return queries
 
     def set_budgets(self, budgets: dict[SeqId, int]) -> None:
         """Take the answers to `budget_queries`."""
         for sequence in self._running:
-            if sequence.seq_id in budgets:
+            if sequence.seq_id not in budgets:
+                continue
+            if sequence.wanted_budget is not None:
+                sequence.granted_budget = budgets[sequence.seq_id]
+            else:
                 _resident(sequence).budget = budgets[sequence.seq_id]
+
+    def curve_queries(self) -> dict[SeqId, CurveQuery]:
+        """Return whose retention curves are needed: of elastic sequences, where the rule looks at them and soon may."""
+        if self._reclaimer.rule.kind is not RuleKind.PRICE or 2 * self._store.num_available >= self._store.num_blocks:
+            return {}
+        queries = {}
+        for sequence in filter(can_be_shrunk, self._running):
+            kv = _resident(sequence)
+            is_old = not sequence.curve or kv.num_tokens - sequence.curve_tokens >= CURVE_PERIOD_TOKENS
+            if is_old and kv.rule is not None:
+                queries[sequence.seq_id] = CurveQuery(kv.residence, kv.rule, kv.num_tokens, self._store.block_size)
+        return queries
+
+    def set_curves(self, curves: dict[SeqId, tuple[float, ...]]) -> None:
+        """Take the answers to `curve_queries`."""
+        for sequence in self._running:
+            if sequence.seq_id in curves:
+                sequence.curve = curves[sequence.seq_id]
+                sequence.curve_tokens = _resident(sequence).num_tokens
 
     def audit(self) -> None:
         """Prove that the store's accounting is exact and that it serves just these sequences; AssertionError if not."""
@@ -416,36 +445,29 @@ class Scheduler:
         assert len(everyone) == len(self._by_request), "a request was lost"
 
 
-class _StepBuilder:
-    """A step while it is being decided."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self.rows: list[RowPlan] = []
-        self.tokens_left = max_tokens
-        self.preempted = False
-        self._seq_ids: set[SeqId] = set()
-
-    def add(self, row: RowPlan) -> None:
-        self.rows.append(row)
-        self.tokens_left -= row.step.num_tokens
-        self._seq_ids.add(row.seq_id)
-
-    def holds(self, sequence: Sequence) -> bool:
-        return sequence.seq_id in self._seq_ids
-
-
 def _resident(sequence: Sequence) -> SequenceKV:
     assert sequence.kv is not None, "a running sequence has its KV"
     return sequence.kv
 
 
-def _sample_request(sequence: Sequence) -> SampleRequest:
-    params = sequence.request.sampling
-    if not params.needs_history:
-        return SampleRequest(params, sequence.num_answer)
-    return SampleRequest(
-        params,
-        sequence.num_answer,
-        prompt=sequence.request.prompt_token_ids,
-        answer=tuple(sequence.tokens[sequence.num_prompt :]),
+def _open_request(sequence: Sequence) -> OpenRequest:
+    return OpenRequest(
+        seq_id=sequence.seq_id,
+        tokens=sequence.tokens,
+        prompt_tokens=sequence.num_prompt,
+        policy=sequence.policy,
+        budget=sequence.budget,
+        salt=sequence.request.cache_salt,
+        tenant=sequence.tenant,
+    )
+
+
+def _budget_query(sequence: Sequence, kv: SequenceKV, policy: Policy, *, budget: int) -> BudgetQuery:
+    return BudgetQuery(
+        residence=kv.residence,
+        policy=policy,
+        floor=sequence.request.kv.min_retained_mass,
+        budget=budget,
+        prompt_tokens=sequence.num_prompt,
+        num_tokens=kv.num_tokens,
     )

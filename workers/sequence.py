@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvorum.kvstore.policies import Policy
+from kvorum.kvstore.policies import MIN_BUDGET_TOKENS, Policy
 from kvorum.kvstore.sequence import SequenceKV
 from kvorum.kvstore.types import SeqId
 from kvorum.workers.request import EngineRequest, FinishReason, Receipt
@@ -16,6 +16,10 @@ class Sequence:
 
     tokens: prompt and answer so far. kv: None while it waits with nothing kept. prompt_done: every token but the last
     has its KV written, so each step brings one token. budget: tokens per KV head, resolved from the request.
+
+    For an elastic sequence: wanted_budget is a cut that waits until its floor was measured, granted_budget what the
+    floor allows of it; floor_blocks is how many blocks it held when the floor gave nothing back; curve is its retained
+    mass in 0, 1, 2 ... blocks, measured when it had written curve_tokens.
     """
 
     seq_id: SeqId
@@ -32,6 +36,13 @@ class Sequence:
     evicted_in_prefill: bool = False
     page_seconds: float = 0.0
     preemptions: int = 0
+    offloads: int = 0
+    shrinks: int = 0
+    wanted_budget: int | None = None
+    granted_budget: int | None = None
+    floor_blocks: int = 0
+    curve: tuple[float, ...] = ()
+    curve_tokens: int = 0
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -58,6 +69,21 @@ class Sequence:
     def keeps_floor(self) -> bool:
         """Say whether evictions are bounded by a retained mass."""
         return self.policy.evicts and self.request.kv.min_retained_mass > 0.0
+
+    @property
+    def is_elastic(self) -> bool:
+        """Say whether it may be shrunk for others: its policy evicts and its owner set no budget."""
+        return self.policy.evicts and self.budget is None
+
+    @property
+    def least_tokens(self) -> int:
+        """The budget below which an elastic sequence is never held."""
+        return max(MIN_BUDGET_TOKENS, self.request.terms.least_tokens)
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.request.terms.tenant
 
     def ends_with(self, token_id: int, *, max_model_len: int) -> FinishReason | None:
         """Say whether the answer is over now that token_id was appended."""
@@ -88,4 +114,6 @@ class Sequence:
             queued_ms=1000.0 * (queued_until_s - self.arrival_s),
             preemptions=self.preemptions,
             evicted_in_prefill=self.evicted_in_prefill,
+            shrinks=self.shrinks,
+            offloads=self.offloads,
         )

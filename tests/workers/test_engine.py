@@ -21,7 +21,7 @@ from kvorum.kvstore.errors import (
     NeverFitsError,
 )
 from kvorum.kvstore.types import SeqId
-from kvorum.workers.engine import Engine, EngineSession
+from kvorum.workers.engine import Engine, EngineOptions, EngineSession
 from kvorum.workers.fake_engine import FakeExecutor
 from kvorum.workers.plan import StepPlan, StepResult
 from kvorum.workers.request import (
@@ -135,8 +135,7 @@ async def running(info: EngineInfo = INFO, *, max_num_batched_tokens: int = 64) 
     engine = Engine(
         info,
         steps,
-        max_num_batched_tokens=max_num_batched_tokens,
-        enable_prefix_caching=True,
+        EngineOptions(max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=True),
         clock=lambda: steps.now_s,
     )
     await engine.start()

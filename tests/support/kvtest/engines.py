@@ -12,7 +12,7 @@ import torch
 from kvorum.kernels.backend import Backend, PoolT, StepT
 from kvorum.kvstore.types import SeqId
 from kvorum.workers.communicator import Alone
-from kvorum.workers.engine import Engine
+from kvorum.workers.engine import Engine, EngineOptions
 from kvorum.workers.local import LocalExecutor
 from kvorum.workers.plan import RowPlan, Sample, SampleRequest, StepPlan, StepResult
 from kvorum.workers.request import EngineInfo, EngineRequest, FinishReason, KVParams, Receipt, RequestId, SamplingParams
@@ -143,6 +143,7 @@ async def rig(
     max_num_batched_tokens: int = 2048,
     enable_prefix_caching: bool = False,
     note_kept: bool = True,
+    max_offloaded_blocks: int = 0,
 ) -> AsyncIterator[Rig]:
     """Run an engine over a back end; its memory is poisoned first."""
     pool = backend.allocate_pool(num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs)
@@ -161,7 +162,13 @@ async def rig(
     )
     recorder = Recorder(backend, pool, note_kept=note_kept)
     engine = Engine(
-        info, recorder, max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=enable_prefix_caching
+        info,
+        recorder,
+        EngineOptions(
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            max_offloaded_blocks=max_offloaded_blocks,
+        ),
     )
     await engine.start()
     try:
