@@ -257,10 +257,9 @@ class Scheduler:
     def _get_back(self, sequence: Sequence, step: StepBuilder) -> bool:
         """Shrink elastic sequences for a running one that lacks blocks; returns whether that may have been enough."""
         step.is_short = True
-        before = self._store.num_available
-        needed = max(1, blocks_to_go_on(sequence, self._store))
-        self._reclaimer.get_back(needed, [other for other in self._running if not step.holds(other)])
-        return self._store.num_available > before
+        available, needed = self._store.num_available, blocks_to_go_on(sequence, self._store)
+        self._reclaimer.get_back(max(1, needed), [other for other in self._running if not step.holds(other)])
+        return self._store.num_available > available or blocks_to_go_on(sequence, self._store) < needed
 
     def _cut_to_budget(self, kv: SequenceKV) -> bool:
         """Cut a sequence whose prompt is done to its budget."""

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from kvorum.kernels.backend import Backend, PoolT, StepT
+from kvorum.kvstore.pricing import parse_rule
 from kvorum.kvstore.types import SeqId
 from kvorum.workers.communicator import Alone
 from kvorum.workers.engine import Engine, EngineOptions
@@ -144,6 +145,7 @@ async def rig(
     enable_prefix_caching: bool = False,
     note_kept: bool = True,
     max_offloaded_blocks: int = 0,
+    allocation: str = "same_cap",
 ) -> AsyncIterator[Rig]:
     """Run an engine over a back end; its memory is poisoned first."""
     pool = backend.allocate_pool(num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs)
@@ -168,6 +170,7 @@ async def rig(
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
             max_offloaded_blocks=max_offloaded_blocks,
+            rule=parse_rule(allocation),
         ),
     )
     await engine.start()

@@ -1,0 +1,99 @@
+"""A pool that is far too short, on a tiny model with real numbers: who pays, and what nobody may notice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvorum.kvstore.types import blocks_for
+from kvorum.workers.governance import LadderStep, LeaseTerms
+from kvorum.workers.request import EngineRequest, KVParams
+from kvtest.cpu import cpu_backend
+from kvtest.engines import Answer, Recorder, request, rig
+from kvtest.models import random_weights, reference_backend, tiny_spec
+
+BLOCK_SIZE = 16
+CONTEXT = 160
+
+
+def prompt_of(length: int, *, seed: int) -> list[int]:
+    return torch.randint(0, 64, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def run(requests: Sequence[EngineRequest], **options: int | bool | str) -> tuple[dict[str, Answer], Recorder]:
+    spec = tiny_spec(num_heads=6, num_kv_heads=2)
+
+    async def go() -> tuple[dict[str, Answer], Recorder]:
+        backend = reference_backend(spec, random_weights(spec))
+        async with rig(backend, **{"num_blocks": 200, "max_num_seqs": 18} | options) as it:  # type: ignore[arg-type]
+            answers = await it.run(requests)
+            assert it.engine.report().held_blocks == 0
+            return answers, it.recorder
+
+    return asyncio.run(go())
+
+
+def crowd() -> list[EngineRequest]:
+    """Return 18 requests that want ten blocks each: two full, one with a floor, the others as the pool allows."""
+    items = []
+    for index in range(18):
+        kv, reserved = KVParams("h2o_avg"), blocks_for(16 + BLOCK_SIZE, BLOCK_SIZE)
+        if index in (3, 12):
+            kv, reserved = KVParams(), blocks_for(CONTEXT, BLOCK_SIZE)
+        elif index == 5:
+            kv, reserved = KVParams("h2o", None, 0.8), blocks_for(CONTEXT, BLOCK_SIZE)
+        terms = LeaseTerms(f"lease{index}", "tenant", reserved, least_tokens=16)
+        item = request(f"r{index}", prompt_of(CONTEXT - 40, seed=index), max_tokens=40, kv=kv)
+        items.append(replace(item, terms=terms))
+    return items
+
+
+@pytest.mark.parametrize("allocation", ["same_cap", "proportional", "price", "price:alpha=1"])
+def test_in_a_third_of_the_pool_full_answers_do_not_change_and_nobody_is_preempted(allocation: str) -> None:
+    items = crowd()
+    assert sum(item.terms.reserved_blocks for item in items) <= 60
+    undisturbed, _ = run(items)
+    answers, _ = run(items, num_blocks=60, allocation=allocation)
+    for item in items:
+        answer, receipt = answers[item.request_id], answers[item.request_id].receipt
+        assert receipt is not None
+        assert len(answer.token_ids) == 40
+        assert receipt.preemptions == 0
+        assert receipt.retained_mass >= item.kv.min_retained_mass - 1e-9
+        if item.kv.policy == "full":
+            assert answer.token_ids == undisturbed[item.request_id].token_ids
+            assert (receipt.shrinks, receipt.kv_tokens_evicted) == (0, 0)
+    assert sum(answer.receipt.shrinks for answer in answers.values() if answer.receipt) > 0
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+@pytest.mark.parametrize("on_cpu_kernels", [False, True])
+def test_a_sequence_that_lost_nothing_comes_back_from_host_memory_as_it_was(policy: str, on_cpu_kernels: bool) -> None:
+    spec = tiny_spec(num_heads=4, num_kv_heads=2, head_dim=16)
+    kv = KVParams(policy, None if policy == "full" else 200)
+    moved = request("moved", prompt_of(60, seed=1), max_tokens=45, kv=kv, priority=1)
+    rival = request("rival", prompt_of(60, seed=2), max_tokens=45)
+
+    async def go(items: Sequence[EngineRequest], num_blocks: int) -> tuple[dict[str, Answer], int]:
+        weights = random_weights(spec)
+        options = {"num_blocks": num_blocks, "max_offloaded_blocks": 8}
+        whole = (
+            rig(cpu_backend(spec, weights), **options)
+            if on_cpu_kernels
+            else rig(reference_backend(spec, weights), **options)
+        )
+        async with whole as it:
+            answers = await it.run(items)
+            return answers, it.engine.report().reclaimed[LadderStep.OFFLOAD]
+
+    alone, _ = asyncio.run(go([moved], 64))
+    beside, offloaded = asyncio.run(go([moved, rival], 10))
+    receipt = beside["moved"].receipt
+    assert receipt is not None
+    assert receipt.offloads == receipt.preemptions > 0
+    assert offloaded > 0
+    assert beside["moved"].token_ids == alone["moved"].token_ids
