@@ -173,15 +173,16 @@ class Reclaimer:
         missing = max(missing, int(RECLAIMED_SHARE * self._store.num_blocks))
         surplus = _surplus_by_tenant(elastic)
         excess = {t: surplus[t] - allowance for t, allowance in self._allowances.items() if surplus[t] > allowance}
-        if excess:
+        if excess and missing > 0:
             members = [sequence for sequence in elastic if sequence.tenant in excess]
             held = _held_by_tenant(members)
             floors = {tenant: TenantBounds(floor=held[tenant] - excess[tenant]) for tenant in excess}
             pages = held.total() - min(missing, sum(excess.values()))
             missing -= self._share_out(members, pages, floors, LadderStep.SHRINK_OVER_QUOTA)
-        if missing > 0:
-            elastic = list(filter(can_be_shrunk, elastic))
-            self._share_out(elastic, sum(map(held_blocks, elastic)) - missing, {}, LadderStep.SHRINK)
+            if missing <= 0:
+                return
+        elastic = list(filter(can_be_shrunk, elastic))
+        self._share_out(elastic, sum(map(held_blocks, elastic)) - missing, {}, LadderStep.SHRINK)
 
     def _share_out(
         self, members: Sequence[Stream], pages: int, bounds: Mapping[str, TenantBounds], step: LadderStep
