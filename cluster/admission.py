@@ -1,21 +1,22 @@
 """Which requests may run, and on which engine.
 
-`Admission` is the seam: a cluster-wide cache manager can stand behind it as well as `LocalAdmission`, which decides
-within one router from what its engines report. A lease is a promise of room; it is renewed while its request lives, so
-that a router that dies takes its promises with it. Admitting and releasing are idempotent by request id.
+`Admission` is the seam: behind it stands the cluster's cache manager (managed_admission.py), or `LocalAdmission`, which
+decides within one router from what its engines report. A lease is a promise of room. Admitting and releasing are
+idempotent by the lease's id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvorum.cluster.engine_status import EngineStatus
-from kvorum.cluster.prefix_affinity import PrefixAffinity
+from kvorum.cluster.prefix_affinity import RUN_TOKENS, PrefixAffinity, prefix_runs
 from kvorum.kvstore.errors import CapacityError, EngineLostError, NeverFitsError
-from kvorum.kvstore.policies import parse_policy, resolve_budget, smallest_footprint
-from kvorum.workers.request import EngineInfo, KVParams, RequestId
+from kvorum.kvstore.policies import MIN_BUDGET_TOKENS, parse_policy, resolve_budget, smallest_footprint
+from kvorum.kvstore.types import blocks_for
+from kvorum.workers.request import EngineInfo, KVParams
 
 RETRY_AFTER_S = 1.0
 
@@ -24,50 +25,71 @@ RETRY_AFTER_S = 1.0
 class Demand:
     """What a request asks of an engine: its sequences' tokens (prompt and answer), all under the same KV params.
 
+    least_tokens: what its tenant lets elastic sequences be shrunk to. max_wait_s: how long it may stand in line.
     prompt, cache_salt: of the first sequence, by which an engine that has it cached is found.
     """
 
-    request_id: RequestId
+    lease_id: str
+    tenant: str
     context_tokens: tuple[int, ...]
     kv: KVParams
+    least_tokens: int = 128
+    priority: int = 0
+    max_wait_s: float = 0.0
     prompt: tuple[int, ...] = ()
     cache_salt: str = ""
+
+    def sequence_blocks(self, block_size: int) -> tuple[int, ...]:
+        """Return the blocks to reserve for each sequence: what it cannot do without.
+
+        A quality floor may keep an elastic sequence from being shrunk so far; how far is known only once it runs.
+        """
+        policy = parse_policy(self.kv.policy)
+        is_elastic = policy.evicts and self.kv.kv_budget is None
+        return tuple(
+            smallest_footprint(
+                max(MIN_BUDGET_TOKENS, self.least_tokens)
+                if is_elastic
+                else resolve_budget(policy, self.kv.kv_budget, context_tokens=context_tokens),
+                context_tokens=context_tokens,
+                min_retained_mass=0.0 if is_elastic else self.kv.min_retained_mass,
+                block_size=block_size,
+            )
+            for context_tokens in self.context_tokens
+        )
+
+    def blocks_alone(self, block_size: int) -> int:
+        """Return the blocks that its largest sequence may need even alone in an empty pool."""
+        if self.kv.min_retained_mass > 0.0:
+            return blocks_for(max(self.context_tokens), block_size)
+        return max(self.sequence_blocks(block_size))
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Leave to run on an engine, until expires_at_s unless it is renewed."""
+    """Leave to run on an engine. sequence_blocks: reserved for each sequence."""
 
-    request_id: RequestId
+    lease_id: str
     engine_id: str
-    expires_at_s: float
+    sequence_blocks: tuple[int, ...]
 
 
 class Admission(Protocol):
     """Decides which requests run where."""
 
     async def admit(self, demand: Demand) -> Lease:
-        """Grant a lease; the same one again for a request that has one.
+        """Grant a lease; the same one again for an id that has one.
 
         Raises:
             NeverFitsError: no engine could hold it even alone.
             CapacityError: not now.
+            DeadlineError: not within max_wait_s.
             EngineLostError: there is no engine.
         """
         ...
 
-    async def renew(self, request_ids: Collection[RequestId]) -> None:
-        """Prolong the leases of requests that still live."""
-
-    async def release(self, request_id: RequestId) -> None:
+    async def release(self, lease_id: str) -> None:
         """Give a lease back; nothing happens when there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Grant:
-    lease: Lease
-    num_sequences: int
-    num_blocks: int
 
 
 class LocalAdmission:
@@ -78,57 +100,38 @@ class LocalAdmission:
     growing queues.
     """
 
-    def __init__(
-        self, engines: Callable[[], Mapping[str, EngineStatus]], *, clock: Callable[[], float], lease_s: float = 30.0
-    ) -> None:
+    def __init__(self, engines: Callable[[], Mapping[str, EngineStatus]]) -> None:
         """Decide among the healthy engines that `engines` returns, by id."""
         self._engines = engines
-        self._clock = clock
-        self._lease_s = lease_s
-        self._grants: dict[RequestId, _Grant] = {}
+        self._leases: dict[str, Lease] = {}
         self._affinity = PrefixAffinity()
-
-    @property
-    def lease_s(self) -> float:
-        """How long a lease lasts without renewal."""
-        return self._lease_s
 
     @property
     def num_leases(self) -> int:
         """Requests in flight."""
-        return len(self._grants)
+        return len(self._leases)
 
     async def admit(self, demand: Demand) -> Lease:
         """Grant a lease on the best engine; see Admission."""
-        self._drop_expired()
-        if grant := self._grants.get(demand.request_id):
-            return grant.lease
+        if lease := self._leases.get(demand.lease_id):
+            return lease
         engines = self._engines()
-        if not engines:
-            raise EngineLostError("no engine is alive")
-        fitting = {engine_id: status for engine_id, status in engines.items() if _can_ever_fit(demand, status.info)}
-        if not fitting:
-            raise _never_fits(demand, max((status.info for status in engines.values()), key=lambda i: i.num_blocks))
-        roomy = self._with_room(demand, fitting)
-        self._affinity.keep_only(engines)
-        engine_id = max(roomy, key=lambda engine_id: (self._score(demand, roomy[engine_id]), engine_id))
-        self._affinity.note(engine_id, demand.prompt, demand.cache_salt)
-        lease = Lease(demand.request_id, engine_id, self._clock() + self._lease_s)
-        blocks = sum(_footprints(demand, roomy[engine_id].info))
-        self._grants[demand.request_id] = _Grant(lease, len(demand.context_tokens), blocks)
+        check_fits(demand, engines)
+        return self.grant(demand, self._with_room(demand, engines), demand.lease_id)
+
+    def grant(self, demand: Demand, roomy: Mapping[str, EngineStatus], lease_id: str) -> Lease:
+        """Grant a lease on the best of these engines, all of which have room."""
+        runs = prefix_runs(demand.prompt, demand.cache_salt)
+        cached = self._affinity.cached_runs(runs)
+        engine_id = max(roomy, key=lambda name: (self._score(demand, roomy[name], cached.get(name, 0)), name))
+        self._affinity.note(engine_id, runs)
+        lease = Lease(lease_id, engine_id, demand.sequence_blocks(roomy[engine_id].info.block_size))
+        self._leases[lease_id] = lease
         return lease
 
-    async def renew(self, request_ids: Collection[RequestId]) -> None:
-        """Prolong leases; see Admission."""
-        expires_at_s = self._clock() + self._lease_s
-        for request_id in request_ids:
-            if grant := self._grants.get(request_id):
-                lease = Lease(request_id, grant.lease.engine_id, expires_at_s)
-                self._grants[request_id] = _Grant(lease, grant.num_sequences, grant.num_blocks)
-
-    async def release(self, request_id: RequestId) -> None:
+    async def release(self, lease_id: str) -> None:
         """Give a lease back; see Admission."""
-        self._grants.pop(request_id, None)
+        self._leases.pop(lease_id, None)
 
     def _with_room(self, demand: Demand, engines: Mapping[str, EngineStatus]) -> Mapping[str, EngineStatus]:
         """Return the engines that can take all of a request's sequences; raise CapacityError when there is none."""
@@ -138,6 +141,7 @@ class LocalAdmission:
             name: status
             for name, status in engines.items()
             if in_line[name] + len(demand.context_tokens) <= limits[name]
+            and demand.blocks_alone(status.info.block_size) <= status.info.num_blocks
         }
         if not roomy:
             raise CapacityError(
@@ -148,49 +152,37 @@ class LocalAdmission:
 
     def _in_line(self, status: EngineStatus) -> int:
         """Return the sequences that an engine runs or queues, those included that it has not reported yet."""
-        grants = (grant for grant in self._grants.values() if grant.lease.engine_id == status.info.engine_id)
-        return max(status.stats.num_running + status.stats.num_waiting, sum(grant.num_sequences for grant in grants))
+        leases = (lease for lease in self._leases.values() if lease.engine_id == status.info.engine_id)
+        in_flight = sum(len(lease.sequence_blocks) for lease in leases)
+        return max(status.stats.num_running + status.stats.num_waiting, in_flight)
 
-    def _score(self, demand: Demand, status: EngineStatus) -> float:
+    def _score(self, demand: Demand, status: EngineStatus, cached_runs: int) -> float:
         """Add up the share of the prompt that is probably cached and the share of blocks that are free, less the queue.
 
         So a whole prompt's prefix is worth as much as a whole pool, or as one batch of requests in line before it. What
         was granted counts at once, before the engine's reports show it.
         """
         info, stats = status.info, status.stats
-        grants = [grant for grant in self._grants.values() if grant.lease.engine_id == info.engine_id]
-        held = max(stats.blocks_held, sum(grant.num_blocks for grant in grants))
-        cached = self._affinity.cached_tokens(info.engine_id, demand.prompt, demand.cache_salt)
+        leases = [lease for lease in self._leases.values() if lease.engine_id == info.engine_id]
+        held = max(stats.blocks_held, sum(sum(lease.sequence_blocks) for lease in leases))
         return (
-            cached / max(1, len(demand.prompt))
+            cached_runs * RUN_TOKENS / max(1, len(demand.prompt))
             + (1 - held / info.num_blocks)
             - self._in_line(status) / info.max_num_seqs
         )
 
-    def _drop_expired(self) -> None:
-        now_s = self._clock()
-        self._grants = {key: grant for key, grant in self._grants.items() if grant.lease.expires_at_s > now_s}
 
-
-def _footprints(demand: Demand, info: EngineInfo) -> list[int]:
-    policy = parse_policy(demand.kv.policy)
-    return [
-        smallest_footprint(
-            resolve_budget(policy, demand.kv.kv_budget, context_tokens=context_tokens),
-            context_tokens=context_tokens,
-            min_retained_mass=demand.kv.min_retained_mass,
-            block_size=info.block_size,
-        )
-        for context_tokens in demand.context_tokens
-    ]
-
-
-def _can_ever_fit(demand: Demand, info: EngineInfo) -> bool:
-    return max(_footprints(demand, info)) <= info.num_blocks
+def check_fits(demand: Demand, engines: Mapping[str, EngineStatus]) -> None:
+    """Raise EngineLostError when there is no engine, NeverFitsError when none could hold a request even alone."""
+    if not engines:
+        raise EngineLostError("no engine is alive")
+    infos = [status.info for status in engines.values()]
+    if not any(demand.blocks_alone(info.block_size) <= info.num_blocks for info in infos):
+        raise _never_fits(demand, max(infos, key=lambda info: info.num_blocks))
 
 
 def _never_fits(demand: Demand, largest: EngineInfo) -> NeverFitsError:
     return NeverFitsError(
-        f"prompt and answer of {max(demand.context_tokens)} tokens need {max(_footprints(demand, largest))} KV blocks "
-        f"even alone and at the smallest allowed budget, but the pool has {largest.num_blocks}"
+        f"prompt and answer of {max(demand.context_tokens)} tokens need {demand.blocks_alone(largest.block_size)} KV "
+        f"blocks even alone and at the smallest allowed budget, but the pool has {largest.num_blocks}"
     )

@@ -202,9 +202,11 @@ def receipt_of(endings: Iterable[Ending]) -> KvorumReceipt:
         kv_tokens_evicted=sum(receipt.kv_tokens_evicted for receipt in receipts),
         retained_mass=min(receipt.retained_mass for receipt in receipts),
         kv_page_seconds=sum(receipt.kv_page_seconds for receipt in receipts),
-        queued_ms=max(receipt.queued_ms for receipt in receipts),
+        queued_ms=max(ending.queued_ms for ending in endings),
         preemptions=sum(receipt.preemptions for receipt in receipts),
         evicted_in_prefill=any(receipt.evicted_in_prefill for receipt in receipts),
+        shrinks=sum(receipt.shrinks for receipt in receipts),
+        offloads=sum(receipt.offloads for receipt in receipts),
         resumes=max(ending.resumes for ending in endings),
     )
 

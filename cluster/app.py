@@ -17,7 +17,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.engine_deployment import EngineReplica, ReportBytes
 from kvorum.cluster.model import resolve_checkpoint
-from kvorum.cluster.router import IngressRouter
+from kvorum.cluster.router import TENANTS, IngressRouter
 from kvorum.workers.engine_server import Engine
 
 APP_NAME = "kvorum"
@@ -64,11 +64,13 @@ def build_app(config: ClusterConfig, *, replaces_another: bool = False) -> serve
         health_check_timeout_s=3.0,
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
+        # What Serve hands to running routers, too.
+        user_config={"tenants": TENANTS.dump_python(config.tenants, mode="json")},
     )(IngressRouter)
     bound_engines = _versioned(engines, config.for_engines()).bind(
         config.for_engines(), build_engine, waits_for_model=replaces_another
     )
-    return _versioned(routers, config.for_routers()).bind(config.for_routers(), bound_engines)
+    return _versioned(routers, config.for_routers().fixed()).bind(config.for_routers(), bound_engines)
 
 
 def _versioned(deployment: serve.Deployment, config: ClusterConfig) -> serve.Deployment:
@@ -127,6 +129,8 @@ async def _build_ray_engine(config: ClusterConfig, engine_id: str, report_bytes:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_waiting=config.max_num_waiting,
         enable_prefix_caching=config.enable_prefix_caching,
+        allocation=config.allocation,
+        kv_offload_bytes=config.kv_offload_bytes,
         num_cpus=config.num_cpus_per_rank,
     )
     return await build_ray_engine(

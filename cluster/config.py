@@ -18,8 +18,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
+from kvorum.cluster.tenants import Tenant, TenantName
 from kvorum.kvstore.errors import InvalidRequestError, KvorumError
 from kvorum.kvstore.policies import parse_policy, resolve_budget
+from kvorum.kvstore.pricing import parse_rule
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -103,6 +105,13 @@ class CacheSection(_Section):
         "and answer; default: no limit.",
     )
 
+    kv_offload_bytes: int = Field(
+        default=2**30,
+        ge=0,
+        description="Bytes of host memory on each rank for the KV of sequences that had to make room; 0 computes them "
+        "again instead.",
+    )
+
     @field_validator("default_policy")
     @classmethod
     def _check_policy(cls, value: str) -> str:
@@ -156,6 +165,44 @@ class FrontDoorSection(_Section):
     )
 
 
+class GovernanceSection(_Section):
+    """Who may use how much of the KV cache."""
+
+    cache_manager: bool = Field(
+        default=True,
+        description="Run the global cache manager; without it each router admits by itself and no tenant has a limit.",
+    )
+    allocation: str = Field(
+        default="same_cap",
+        description="How a short pool is shared among sequences that may be shrunk: same_cap, proportional, or "
+        "price:alpha=A.",
+    )
+    control_tls: Path | None = Field(
+        default=None,
+        description="Folder with ca.crt, tls.crt and tls.key for the control plane's mutual TLS (kvorum certs makes "
+        "one); default: plain.",
+    )
+    tenants: dict[TenantName, Tenant] = Field(
+        default_factory=dict, description="Tenants by name, in the configuration file only; see docs/tenants.md."
+    )
+
+    @field_validator("allocation")
+    @classmethod
+    def _check_allocation(cls, value: str) -> str:
+        parse_rule(value)
+        return value
+
+    @field_validator("tenants")
+    @classmethod
+    def _check_keys(cls, value: dict[str, Tenant]) -> dict[str, Tenant]:
+        owners: dict[str, str] = {}
+        for name, tenant in value.items():
+            for digest in tenant.api_key_sha256:
+                if owners.setdefault(digest, name) != name:
+                    raise ValueError(f"{name} and {owners[digest]} have the same API key")
+        return value
+
+
 class ClusterSection(_Section):
     """How many processes, and where."""
 
@@ -200,6 +247,7 @@ ONLY_ENGINES = frozenset(
         *("dtype", "device", "backend", "quantization", "prompt_activations"),
         *("kv_cache_memory_bytes", "kv_cache_dtype", "gpu_memory_utilization", "block_size", "enable_prefix_caching"),
         *SchedulerSection.model_fields,
+        *("kv_offload_bytes", "allocation"),
         *("num_engines", "max_engines", "upscale_delay_s", "downscale_delay_s"),
         *("tensor_parallel_size", "placement_strategy", "num_cpus_per_rank", "executor", "fake_step_delay_s"),
     )
@@ -207,18 +255,24 @@ ONLY_ENGINES = frozenset(
 ONLY_ROUTERS = frozenset(
     (*FrontDoorSection.model_fields, "default_policy", "default_kv_budget", "chat_template", "seed", "num_routers")
 )
+# What is changed in running processes without starting any of them anew.
+CHANGED_IN_PLACE = frozenset(("tenants",))
 
 
-class ClusterConfig(ModelSection, CacheSection, SchedulerSection, FrontDoorSection, ClusterSection):
+class ClusterConfig(ModelSection, CacheSection, SchedulerSection, FrontDoorSection, GovernanceSection, ClusterSection):
     """All settings of one kvorum cluster; see each section."""
 
     def for_engines(self) -> ClusterConfig:
         """Return the settings that engines look at; all others have their defaults."""
-        return self._without(ONLY_ROUTERS)
+        return self._without(ONLY_ROUTERS | CHANGED_IN_PLACE)
 
     def for_routers(self) -> ClusterConfig:
         """Return the settings that routers look at; all others have their defaults."""
         return self._without(ONLY_ENGINES)
+
+    def fixed(self) -> ClusterConfig:
+        """Return the settings that no running process can change; all others have their defaults."""
+        return self._without(CHANGED_IN_PLACE)
 
     def _without(self, names: Collection[str]) -> ClusterConfig:
         return ClusterConfig.model_construct(**{k: v for k, v in dict(self).items() if k not in names})
@@ -235,6 +289,14 @@ class ClusterConfig(ModelSection, CacheSection, SchedulerSection, FrontDoorSecti
             raise ValueError(
                 f"grpc_port: {self.grpc_port} collides with port {self.port} (each is the first of {self.num_routers})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tenants(self) -> Self:
+        if self.tenants and self.api_key is not None:
+            raise ValueError("api_key: with tenants, each has keys of its own (api_key_sha256)")
+        if self.tenants and not self.cache_manager:
+            raise ValueError("cache_manager: tenants have limits only with the cache manager")
         return self
 
     @model_validator(mode="after")
@@ -293,7 +355,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     for section in ClusterConfig.__bases__:
         group = parser.add_argument_group((section.__doc__ or "").rstrip("."))
         for name in section.__annotations__:
-            _add_flag(group, name)
+            if name not in CHANGED_IN_PLACE:
+                _add_flag(group, name)
 
 
 def flags_of(namespace: argparse.Namespace) -> dict[str, Any]:

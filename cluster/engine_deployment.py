@@ -6,6 +6,7 @@ An engine's life:
  2. It serves until a rank dies or is stuck. Then its streams end, which their routers take up elsewhere, and it is
     built again in the same replica: on the ranks that are left, or from nothing when none is.
  3. Before it stops, be it for a new configuration, it tells its routers to send nothing more, and waits for what runs.
+While it serves, its agent speaks with the cache manager.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ import ray.util
 
 from kvorum.cluster.autoscaling import LOAD_METRIC, engine_load
 from kvorum.cluster.config import ClusterConfig
+from kvorum.cluster.engine_agent import EngineAgent
 from kvorum.cluster.logs import log_to_stderr
+from kvorum.cluster.manager.actor import ManagerHandle
+from kvorum.cluster.manager.tls import read_tls
 from kvorum.kvstore.errors import EngineLostError
 from kvorum.workers.engine_server import Engine, EngineServer
 
@@ -72,6 +76,8 @@ class EngineReplica:
         self._address: str | None = None
         self._engine: Engine | None = None
         self._server: EngineServer | None = None
+        self._manager = ManagerHandle(config.control_tls) if config.cache_manager else None
+        self._agent: asyncio.Task[None] | None = None
         self._life = asyncio.create_task(self._live())
         while waits_for_model and not self._progress.is_ready:
             await self.check_health()
@@ -96,6 +102,7 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         """Drain the engine, then let go of ranks and port; Serve calls and awaits this at shutdown."""
+        self._stop_agent()
         if self._server:
             await self._server.drain(self._config.drain_timeout_s)
         self._life.cancel()
@@ -139,12 +146,26 @@ class EngineReplica:
             host: str = ray.util.get_node_ip_address()
             self._address = f"{host}:{await server.start(host)}"
             self._engine, self._server = engine, server
+            self._start_agent(engine)
             self._progress = LoadProgress(self._engine_id, is_ready=True)
             await server.failed()
         finally:
+            self._stop_agent()
             self._engine = self._server = self._address = None
             self._progress = LoadProgress(self._engine_id)
             await server.stop()
+
+    def _start_agent(self, engine: Engine) -> None:
+        if self._manager:
+            tls = read_tls(self._config.control_tls) if self._config.control_tls else None
+            agent = EngineAgent(engine, self._manager.find, tls=tls)
+            self._agent = asyncio.create_task(agent.run(), name="agent")
+
+    def _stop_agent(self) -> None:
+        """End the manager's connection, so that it sends nothing more here."""
+        if self._agent:
+            self._agent.cancel()
+            self._agent = None
 
     def _report_bytes(self, loaded_bytes: int, total_bytes: int) -> None:
         self._progress = LoadProgress(self._engine_id, loaded_bytes=loaded_bytes, total_bytes=total_bytes)

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]  # has no types
 from grpc_status import rpc_status  # type: ignore[import-untyped]  # has no types
 
+from kvorum.cluster.manager.channel import ManagerLostError
 from kvorum.kvstore.errors import (
     AuthenticationError,
     CapacityError,
@@ -22,6 +23,8 @@ from kvorum.kvstore.errors import (
     ModelNotFoundError,
     NeverFitsError,
     PermissionDeniedError,
+    QuotaError,
+    RateLimitError,
 )
 
 ERROR_DOMAIN = "kvorum"
@@ -55,7 +58,10 @@ _TABLE: dict[type[KvorumError], ErrorStatus] = {
     PermissionDeniedError: ErrorStatus(403, "permission_error", "permission_denied", grpc.StatusCode.PERMISSION_DENIED),
     ModelNotFoundError: ErrorStatus(404, "invalid_request_error", "model_not_found", grpc.StatusCode.NOT_FOUND),
     CapacityError: ErrorStatus(503, "server_error", "kv_capacity_exhausted", grpc.StatusCode.UNAVAILABLE),
+    QuotaError: ErrorStatus(429, "rate_limit_error", "kv_quota_exceeded", grpc.StatusCode.RESOURCE_EXHAUSTED),
+    RateLimitError: ErrorStatus(429, "rate_limit_error", "rate_limit_exceeded", grpc.StatusCode.RESOURCE_EXHAUSTED),
     EngineLostError: ErrorStatus(503, "server_error", "engine_lost", grpc.StatusCode.UNAVAILABLE),
+    ManagerLostError: ErrorStatus(503, "server_error", "manager_lost", grpc.StatusCode.UNAVAILABLE),
     DeadlineError: ErrorStatus(504, "server_error", "timeout", grpc.StatusCode.DEADLINE_EXCEEDED),
     AbortedError: ErrorStatus(499, "server_error", "aborted", grpc.StatusCode.CANCELLED),
 }
@@ -100,6 +106,9 @@ def grpc_status_of(error: KvorumError) -> grpc.Status:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(int(error.retry_after_s * 1000))
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+    if isinstance(error, (QuotaError, RateLimitError)):
+        quota = error_details_pb2.QuotaFailure.Violation(subject="tenant", description=str(error))
+        details.append(_pack(error_details_pb2.QuotaFailure(violations=[quota])))
     message = status_pb2.Status(code=status.grpc.value[0], message=str(error), details=details)
     converted: grpc.Status = rpc_status.to_status(message)
     return converted

@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import random
-import time
-from collections.abc import AsyncIterator, Mapping
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
-from kvorum.cluster.admission import Admission, LocalAdmission
+from kvorum.cluster.admission import LocalAdmission
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.engine_directory import EngineDirectory
 from kvorum.cluster.engine_status import EngineStatus
 from kvorum.cluster.errors import status_of
 from kvorum.cluster.generation import Delta, Generator, ResumePolicy
+from kvorum.cluster.managed_admission import ManagedAdmission
+from kvorum.cluster.manager.channel import FindManager
+from kvorum.cluster.manager.tls import read_tls
+from kvorum.cluster.manager.watching import ViewChange
 from kvorum.cluster.metrics import RouterMetrics
 from kvorum.cluster.model import ServedModel
 from kvorum.cluster.planning import GenerationRequest, Prompting, Surroundings, plan_generation
 from kvorum.cluster.sampling_fields import SamplingFields
-from kvorum.kvstore.errors import AuthenticationError, CapacityError, NeverFitsError
+from kvorum.cluster.tenants import TenantTable
+from kvorum.kvstore.errors import CapacityError, InvalidRequestError, NeverFitsError
 from kvorum.workers.request import RequestId
 
 logger = logging.getLogger(__name__)
@@ -38,30 +42,41 @@ class Frontend:
         model: ServedModel,
         engines: EngineDirectory,
         *,
+        find_manager: FindManager | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """Serve `model` on `engines`; rng draws the seeds of requests that have none."""
+        """Serve `model` on `engines`.
+
+        find_manager: finds the cache manager, without which this router admits by itself. rng: draws the seeds of
+        requests that have none.
+        """
         self.config = config
         self.model = model
+        self.tenants = TenantTable(config.tenants, api_key=config.api_key)
         self.metrics = RouterMetrics(self.statuses)
         self.is_draining = False
         self._engines = engines
         self._rng = rng or random.Random(config.seed)
-        self._lease_s = 30.0
-        self._admission: Admission = LocalAdmission(self.live_engines, clock=time.monotonic, lease_s=self._lease_s)
+        self._managed = self._managed_admission(find_manager) if find_manager else None
         self._generator = Generator(
             model,
             engines.clients,
-            self._admission,
+            self._managed or LocalAdmission(self.live_engines),
             resume=ResumePolicy(max_resumes=config.max_resumes, timeout_s=config.resume_timeout_s),
             on_finish=self.metrics.count_finish,
             on_resume=self.metrics.count_resume,
         )
         self._tasks: list[asyncio.Task[None]] = []
 
+    def _managed_admission(self, find_manager: FindManager) -> ManagedAdmission:
+        tls = read_tls(self.config.control_tls) if self.config.control_tls else None
+        return ManagedAdmission(find_manager, self.live_engines, router_id=uuid.uuid4().hex, tls=tls)
+
     def start(self) -> None:
-        """Connect to the engines and keep the leases of running requests."""
-        self._tasks = [asyncio.create_task(self._engines.run()), asyncio.create_task(self._renew_leases())]
+        """Connect to the engines, and to the cache manager."""
+        self._tasks = [asyncio.create_task(self._engines.run())]
+        if self._managed:
+            self._tasks.append(asyncio.create_task(self._managed.run()))
 
     async def stop(self) -> None:
         """Let go of the engines, which aborts what still runs."""
@@ -74,7 +89,7 @@ class Frontend:
         self.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self.running:
+                while self.num_running:
                     await asyncio.sleep(0.02)
 
     @property
@@ -83,9 +98,9 @@ class Frontend:
         return not self.is_draining and bool(self.live_engines())
 
     @property
-    def running(self) -> tuple[RequestId, ...]:
-        """Requests that have been admitted and are not over."""
-        return self._generator.running
+    def num_running(self) -> int:
+        """Requests that came and are not over."""
+        return self._generator.num_running
 
     def statuses(self) -> Mapping[str, EngineStatus]:
         """Return what each connected engine said last, by id."""
@@ -95,25 +110,22 @@ class Frontend:
         """Return the engines whose ranks are all alive."""
         return {engine_id: status for engine_id, status in self.statuses().items() if status.healthy}
 
-    def authenticate(self, authorization: str | None) -> None:
-        """Check an Authorization header or metadata entry.
+    def set_tenants(self, tenants: TenantTable) -> None:
+        """Take new tenants; requests that were planned go on under the old ones."""
+        self.tenants = tenants
 
-        Raises:
-            AuthenticationError: a key is needed and this is not it.
-        """
-        expected = self.config.api_key
-        if expected is None:
-            return
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), expected.encode()):
-            raise AuthenticationError("a valid key is needed: Authorization: Bearer <key>")
+    def authenticate(self, authorization: str | None) -> str:
+        """Return the tenant of an Authorization header or metadata entry; raises AuthenticationError."""
+        return self.tenants.authenticate(authorization)
 
-    def plan(self, fields: SamplingFields, prompting: Prompting) -> GenerationRequest:
-        """Check a request against the model and lay out its sequences."""
+    def plan(self, fields: SamplingFields, prompting: Prompting, *, tenant: str) -> GenerationRequest:
+        """Check a tenant's request against the model and lay out its sequences."""
         pools = [status.info.num_blocks * status.info.block_size for status in self.live_engines().values()]
         around = Surroundings(
             model=self.model,
             config=self.config,
+            tenants=self.tenants,
+            tenant=tenant,
             pool_tokens=max(pools, default=self.model.max_model_len),
             random_seed=self._rng.getrandbits(63),
         )
@@ -131,11 +143,18 @@ class Frontend:
             self.metrics.count_rejection(status_of(error).code)
             raise
 
-    def abort(self, request_id: RequestId) -> bool:
-        """End a running request; return whether there was one."""
-        return self._generator.abort(request_id)
+    def watch_cluster(self, *, tenant: str) -> AsyncGenerator[ViewChange]:
+        """Return the cluster's whole state, then what changes, to an operator.
 
-    async def _renew_leases(self) -> None:
-        while True:
-            await asyncio.sleep(self._lease_s / 3)
-            await self._admission.renew(self.running)
+        Raises:
+            PermissionDeniedError: the tenant is no operator.
+            InvalidRequestError: there is no cache manager.
+        """
+        self.tenants.check_operator(tenant)
+        if self._managed is None:
+            raise InvalidRequestError("this cluster runs without the cache manager, which alone knows its state")
+        return self._managed.link.watch()
+
+    def abort(self, request_id: RequestId, *, tenant: str) -> bool:
+        """End a tenant's running request; return whether it has one with that id."""
+        return self._generator.abort(request_id, tenant=tenant)

@@ -17,7 +17,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from kvorum.cluster.admission import Admission, Demand
+from kvorum.cluster.admission import Admission, Demand, Lease
 from kvorum.cluster.detokenizer import IncrementalDetokenizer, StopFilter
 from kvorum.cluster.engine_client import EngineClient, RequestStream
 from kvorum.cluster.errors import AbortedError
@@ -35,13 +35,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a sequence ended. engine_id, receipt: of the engine that ended it; resumes: how many were lost before."""
+    """How a sequence ended.
+
+    engine_id, receipt: of the engine that ended it; resumes: how many were lost before. admission_s: how long it waited
+    for its leases, before it stood in any engine's queue.
+    """
 
     reason: FinishReason
     engine_id: str
     receipt: Receipt
     completion_tokens: int
     resumes: int = 0
+    admission_s: float = 0.0
+
+    @property
+    def queued_ms(self) -> float:
+        """How long it waited, for leases and in the engine."""
+        return 1e3 * self.admission_s + self.receipt.queued_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,32 +99,33 @@ class Generator:
         self.on_finish = on_finish
         self.on_resume = on_resume
         self._engines = engines
-        self._running: dict[RequestId, _Run] = {}
+        self._running: dict[tuple[str, RequestId], _Run] = {}
 
     @property
-    def running(self) -> tuple[RequestId, ...]:
+    def num_running(self) -> int:
         """Requests that are not over."""
-        return tuple(self._running)
+        return len(self._running)
 
     @contextlib.asynccontextmanager
     async def open(self, request: GenerationRequest) -> AsyncIterator[AsyncIterator[Delta]]:
         """Start a request; leaving the context ends whatever of it still runs."""
-        if request.request_id in self._running:
+        key = (request.tenant, request.request_id)
+        if key in self._running:
             raise InvalidRequestError(
                 f"request_id: a request with id {request.request_id!r} is running", param="request_id"
             )
         run = _Run(self, request)
-        self._running[request.request_id] = run
+        self._running[key] = run
         try:
             await run.start()
             yield run.deltas()
         finally:
-            del self._running[request.request_id]
+            del self._running[key]
             await run.close()
 
-    def abort(self, request_id: RequestId) -> bool:
-        """End a running request, whose caller then sees AbortedError; return whether there was one."""
-        run = self._running.get(request_id)
+    def abort(self, request_id: RequestId, *, tenant: str) -> bool:
+        """End a tenant's running request, whose caller then sees AbortedError; return whether there was one."""
+        run = self._running.get((tenant, request_id))
         if run:
             run.abort()
         return run is not None
@@ -139,8 +150,10 @@ class _Run:
         ]
         self._attempts: dict[RequestId, _Sequence] = {}
         self._stream: RequestStream | None = None
+        self._lease: Lease | None = None
         self._engine_id = ""
         self._num_attempts = 0
+        self._admission_s = 0.0
         self._resumes = 0
         self._lost: EngineLostError | None = None
         self._give_up_s = self._deadline_s
@@ -156,15 +169,35 @@ class _Run:
 
     async def _submit(self) -> None:
         """Get a lease and send what is not over to the leased engine."""
-        lease = await self._generator.admission.admit(_demand(self._request))
+        asked_s = _now_s()
+        lease = await self._generator.admission.admit(self._demand(asked_s))
+        self._admission_s += _now_s() - asked_s
+        self._lease, self._engine_id = lease, lease.engine_id
         if self._is_aborted:
             raise AbortedError("the request was aborted")
         remaining_s = max(0.0, self._deadline_s - _now_s())
-        attempts = [sequence.attempt(self._num_attempts, timeout_s=remaining_s) for sequence in self._open]
+        attempts = [
+            sequence.attempt(self._num_attempts, lease, blocks, timeout_s=remaining_s)
+            for sequence, blocks in zip(self._open, lease.sequence_blocks, strict=True)
+        ]
         self._num_attempts += 1
         self._attempts = {attempt.request_id: sequence for attempt, sequence in zip(attempts, self._open, strict=True)}
-        self._engine_id = lease.engine_id
         self._stream = self._generator.engine(lease.engine_id).submit(attempts)
+
+    def _demand(self, now_s: float) -> Demand:
+        """Return what the sequences that are not over ask for; each attempt is a lease of its own."""
+        request, first = self._request, self._open[0].planned
+        return Demand(
+            lease_id=f"{request.tenant}/{request.request_id}~{self._num_attempts}",
+            tenant=request.tenant,
+            context_tokens=tuple(sequence.context_tokens for sequence in self._open),
+            kv=first.kv,
+            least_tokens=first.terms.least_tokens,
+            priority=first.priority,
+            max_wait_s=max(0.0, self._deadline_s - now_s),
+            prompt=first.prompt_token_ids,
+            cache_salt=first.cache_salt,
+        )
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yield what is new until all sequences are over."""
@@ -201,7 +234,9 @@ class _Run:
         if self._stream:
             self._stream.close()
             self._stream = None
-        await self._generator.admission.release(self._request.request_id)
+        if self._lease:
+            lease, self._lease = self._lease, None
+            await self._generator.admission.release(lease.lease_id)
 
     async def _next(self) -> RequestOutput:
         assert self._stream, "a run that goes on has an engine"
@@ -215,7 +250,7 @@ class _Run:
 
     def _take(self, output: RequestOutput) -> Delta | None:
         sequence = self._attempts[output.request_id]
-        delta = sequence.take(output, engine_id=self._engine_id, resumes=self._resumes)
+        delta = sequence.take(output, self)
         if sequence.needs_finish:
             assert self._stream
             self._stream.finish(output.request_id)
@@ -224,6 +259,10 @@ class _Run:
             self._open.remove(sequence)
             self._generator.on_finish(delta.ending.reason)
         return delta if delta != Delta(delta.index) else None
+
+    def ending(self, reason: FinishReason, receipt: Receipt, *, completion_tokens: int) -> Ending:
+        """Return how a sequence of this run ended."""
+        return Ending(reason, self._engine_id, receipt, completion_tokens, self._resumes, self._admission_s)
 
     async def _resume(self, lost: EngineLostError) -> None:
         """Go on with another engine, as soon as one has room; raise what was lost when none has in time."""
@@ -256,7 +295,7 @@ class _Sequence:
 
     def __init__(self, index: int, sequence: EngineRequest, request: GenerationRequest, model: ServedModel) -> None:
         self._index = index
-        self._sequence = sequence
+        self.planned = sequence
         self._token_ids: list[int] = []
         self._stop = StopFilter(request.stop)
         self.needs_finish = False
@@ -266,19 +305,25 @@ class _Sequence:
 
         self._detokenizer = IncrementalDetokenizer(decode, context=sequence.prompt_token_ids)
 
-    def attempt(self, number: int, *, timeout_s: float) -> EngineRequest:
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of prompt and answer at most."""
+        return len(self.planned.prompt_token_ids) + self.planned.sampling.max_tokens
+
+    def attempt(self, number: int, lease: Lease, reserved_blocks: int, *, timeout_s: float) -> EngineRequest:
         """Return what to send to an engine: the sequence, as far as it has come, under an id of this attempt's own."""
-        request_id = self._sequence.request_id
+        request_id = self.planned.request_id
         self.needs_finish = self._stop.is_stopped  # the engine that was told is gone
         return replace(
-            self._sequence,
+            self.planned,
             request_id=RequestId(f"{request_id}~{number}") if number else request_id,
             timeout_s=timeout_s,
             answer_token_ids=tuple(self._token_ids),
+            terms=replace(self.planned.terms, lease_id=lease.lease_id, reserved_blocks=reserved_blocks),
         )
 
-    def take(self, output: RequestOutput, *, engine_id: str, resumes: int) -> Delta:
-        """Turn one output into what is new for the client."""
+    def take(self, output: RequestOutput, run: _Run) -> Delta:
+        """Turn one output of a run into what is new for the client."""
         text, count = self._read(output.token_ids)
         if output.finish_reason is None:
             self.needs_finish |= self._stop.is_stopped and count > 0
@@ -286,7 +331,7 @@ class _Sequence:
         assert output.receipt, "an engine's final output has a receipt"
         text += self._stop.push(self._detokenizer.flush()) + self._stop.flush()
         reason = FinishReason.STOP if self._stop.is_stopped else output.finish_reason
-        ending = Ending(reason, engine_id, output.receipt, len(self._token_ids), resumes)
+        ending = run.ending(reason, output.receipt, completion_tokens=len(self._token_ids))
         return Delta(self._index, text, output.token_ids[:count], output.logprobs[:count], ending)
 
     def _read(self, token_ids: Sequence[int]) -> tuple[str, int]:
@@ -298,14 +343,6 @@ class _Sequence:
             text += self._stop.push(self._detokenizer.push((token_id,)))
             self._token_ids.append(token_id)
         return text, len(token_ids)
-
-
-def _demand(request: GenerationRequest) -> Demand:
-    context_tokens = tuple(
-        len(sequence.prompt_token_ids) + sequence.sampling.max_tokens for sequence in request.sequences
-    )
-    first = request.sequences[0]
-    return Demand(request.request_id, context_tokens, first.kv, first.prompt_token_ids, first.cache_salt)
 
 
 def _raise_failure(output: RequestOutput, request: GenerationRequest) -> None:

@@ -73,10 +73,10 @@ class GrpcService:
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Stream one answer."""
         try:
-            self._authenticate(grpc_context)
+            tenant = self._authenticate(grpc_context)
             fields = generate_fields(request)
             prompting = await self._prompting(request, fields)
-            plan = self._frontend.plan(fields, prompting)
+            plan = self._frontend.plan(fields, prompting, tenant=tenant)
             async with self._frontend.generate(plan) as deltas:
                 async for delta in deltas:
                     yield delta_message(plan.request_id, delta, prompt_tokens=plan.prompt_tokens)
@@ -113,8 +113,8 @@ class GrpcService:
     async def Abort(self, request: pb.AbortRequest, grpc_context: CallContext) -> pb.AbortResponse:
         """End a running Generate call of this router."""
         try:
-            self._authenticate(grpc_context)
-            if not self._frontend.abort(RequestId(request.request_id)):
+            tenant = self._authenticate(grpc_context)
+            if not self._frontend.abort(RequestId(request.request_id), tenant=tenant):
                 grpc_context.set_code(grpc.StatusCode.NOT_FOUND)
                 grpc_context.set_details(f"no request {request.request_id[:256]!r} is running here")
             return pb.AbortResponse()
@@ -156,7 +156,8 @@ class GrpcService:
         status: int = statuses.SERVING if self._frontend.is_ready else statuses.NOT_SERVING
         return status
 
-    def _authenticate(self, grpc_context: CallContext) -> None:
+    def _authenticate(self, grpc_context: CallContext) -> str:
+        """Return the tenant whose key the call brings."""
         # Serve's gRPC port is open on all interfaces whatever the host: what was not to be reached is not served.
         if is_loopback(self._frontend.config.host) and not is_loopback(_peer_host(grpc_context.peer())):
             raise PermissionDeniedError(
@@ -164,7 +165,7 @@ class GrpcService:
             )
         values = [value for key, value in grpc_context.invocation_metadata() or () if key == "authorization"]
         value = values[0] if values else None
-        self._frontend.authenticate(value.decode(errors="replace") if isinstance(value, bytes) else value)
+        return self._frontend.authenticate(value.decode(errors="replace") if isinstance(value, bytes) else value)
 
     async def _prompting(self, request: pb.GenerateRequest, fields: GenerateFields) -> Prompting:
         model = self._frontend.model

@@ -11,6 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import TypeVar, cast
 
@@ -33,6 +34,7 @@ from kvorum.cluster.answers import (
 from kvorum.cluster.errors import UnforeseenError, http_error_body, retry_after_s, status_of
 from kvorum.cluster.frontend import Frontend
 from kvorum.cluster.generation import Ending
+from kvorum.cluster.manager.watching import ViewChange
 from kvorum.cluster.metrics import CONTENT_TYPE
 from kvorum.cluster.openai import (
     ChatRequest,
@@ -72,7 +74,8 @@ def create_app(frontend: Frontend) -> FastAPI:
 def _add_inference_routes(app: FastAPI, frontend: Frontend) -> None:
     @app.post("/v1/chat/completions")
     async def create_chat_completion(http: Request) -> Response:
-        request = await _read(http, frontend, ChatRequest)
+        tenant = _authenticate(http, frontend)
+        request = await _read(http, ChatRequest)
         check_model(request.model, frontend.model)
         prompt = await frontend.model.encode_chat([message.for_template() for message in request.messages])
         uses_new_name = request.max_completion_tokens is not None
@@ -84,12 +87,13 @@ def _add_inference_routes(app: FastAPI, frontend: Frontend) -> None:
             max_tokens_param="max_completion_tokens" if uses_new_name else "max_tokens",
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
-        writer = _AnswerWriter(frontend, ChatFormat(frontend.model), frontend.plan(request, prompting))
+        writer = _AnswerWriter(frontend, ChatFormat(frontend.model), frontend.plan(request, prompting, tenant=tenant))
         return await writer.respond(stream=bool(request.stream), include_usage=request.include_usage)
 
     @app.post("/v1/completions")
     async def create_completion(http: Request) -> Response:
-        request = await _read(http, frontend, CompletionRequest)
+        tenant = _authenticate(http, frontend)
+        request = await _read(http, CompletionRequest)
         check_model(request.model, frontend.model)
         prompts = await _completion_prompts(request, frontend)
         prompting = Prompting(
@@ -100,7 +104,7 @@ def _add_inference_routes(app: FastAPI, frontend: Frontend) -> None:
             default_max_tokens=_DEFAULT_COMPLETION_TOKENS,
             logprobs=request.logprobs,
         )
-        plan = frontend.plan(request, prompting)
+        plan = frontend.plan(request, prompting, tenant=tenant)
         echo = [_echo(sequence.prompt_token_ids, request, frontend) for sequence in plan.sequences]
         writer = _AnswerWriter(frontend, CompletionFormat(frontend.model, echo=echo), plan)
         return await writer.respond(stream=bool(request.stream), include_usage=request.include_usage)
@@ -126,7 +130,8 @@ def _add_token_routes(app: FastAPI, frontend: Frontend) -> None:
 
     @app.post("/tokenize")
     async def tokenize(http: Request) -> Response:
-        request = await _read(http, frontend, TokenizeRequest)
+        _authenticate(http, frontend)
+        request = await _read(http, TokenizeRequest)
         check_model(request.model, model)
         if request.messages is not None:
             tokens = await model.encode_chat([message.for_template() for message in request.messages])
@@ -138,7 +143,8 @@ def _add_token_routes(app: FastAPI, frontend: Frontend) -> None:
 
     @app.post("/detokenize")
     async def detokenize(http: Request) -> Response:
-        request = await _read(http, frontend, DetokenizeRequest)
+        _authenticate(http, frontend)
+        request = await _read(http, DetokenizeRequest)
         check_model(request.model, model)
         model.check_token_ids(request.tokens, param="tokens")
         text = model.tokenizer.decode(request.tokens, skip_special_tokens=False)
@@ -153,6 +159,20 @@ def _add_operator_routes(app: FastAPI, frontend: Frontend) -> None:
     @app.get("/version")
     async def get_version() -> Response:
         return _json({"version": version("kvorum")})
+
+    @app.get("/operator/cluster")
+    async def get_cluster(http: Request) -> Response:
+        changes = frontend.watch_cluster(tenant=_authenticate(http, frontend))
+        try:
+            return _json(asdict(await anext(changes)))
+        finally:
+            await changes.aclose()
+
+    @app.get("/operator/cluster/watch")
+    async def watch_cluster(http: Request) -> Response:
+        changes = frontend.watch_cluster(tenant=_authenticate(http, frontend))
+        events = _change_events(changes)
+        return _EventStream(_guard(await anext(events), events), source=events)
 
     @app.get("/metrics")
     async def get_metrics() -> Response:
@@ -261,6 +281,15 @@ class _AnswerWriter:
         return _event(self._envelope | {"choices": choices} | extras)
 
 
+async def _change_events(changes: AsyncGenerator[ViewChange]) -> AsyncGenerator[str]:
+    """Write the state of the cluster, and then each change of it, as an event."""
+    try:
+        async for change in changes:
+            yield _event(asdict(change))
+    finally:
+        await changes.aclose()
+
+
 async def _guard(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
     """Pass events on; a failure becomes the last event, without the [DONE] that would claim completeness."""
     yield first
@@ -274,9 +303,8 @@ async def _guard(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
         yield _event(http_error_body(UnforeseenError()))
 
 
-async def _read(http: Request, frontend: Frontend, kind: type[_Fields]) -> _Fields:
-    """Authenticate, then parse the body."""
-    _authenticate(http, frontend)
+async def _read(http: Request, kind: type[_Fields]) -> _Fields:
+    """Parse the body."""
     try:
         request = kind.model_validate_json(await _read_body(http))
     except ValidationError as error:
@@ -295,8 +323,9 @@ async def _read_body(http: Request) -> bytes:
     return bytes(body)
 
 
-def _authenticate(http: Request, frontend: Frontend) -> None:
-    frontend.authenticate(http.headers.get("authorization"))
+def _authenticate(http: Request, frontend: Frontend) -> str:
+    """Return the tenant whose key the request brings."""
+    return frontend.authenticate(http.headers.get("authorization"))
 
 
 async def _completion_prompts(request: CompletionRequest, frontend: Frontend) -> list[tuple[int, ...]]:

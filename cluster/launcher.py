@@ -27,8 +27,9 @@ _LOCAL_NODE_IP = "127.0.0.2"
 _LOCAL_OBJECT_STORE_BYTES = 100 * 2**20
 _POLL_S = 0.1
 _CONTROL_TIMEOUT_S = 10.0
-# Clients know the routers by these.
-_FIXED_WHILE_RUNNING = ("host", "port", "grpc_port", "num_routers")
+# Clients know the routers, and everybody the cache manager, by these.
+_PORTS = ("port", "grpc_port")
+_FIXED_WHILE_RUNNING = (*_PORTS, "host", "num_routers", "cache_manager", "control_tls")
 
 
 class StartupError(KvorumError):
@@ -95,7 +96,8 @@ def update_cluster(cluster: RunningCluster, config: ClusterConfig) -> RunningClu
 
     for name in _FIXED_WHILE_RUNNING:
         old, new = getattr(cluster.config, name), getattr(config, name)
-        if new not in (old, 0):  # port 0 was any
+        was_any = new == 0 and name in _PORTS
+        if new != old and not was_any:
             raise ConfigError(f"{name}: cannot be changed from {old} to {new} while the cluster runs")
     config = config.model_copy(update={name: getattr(cluster.config, name) for name in _FIXED_WHILE_RUNNING})
     try:
@@ -163,6 +165,7 @@ def _serve(config: ClusterConfig, *, is_local: bool) -> Iterator[None]:
     from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
 
     from kvorum.cluster.app import APP_NAME, GRPC_SERVICERS, build_app
+    from kvorum.cluster.manager.actor import kill_manager
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
@@ -180,6 +183,8 @@ def _serve(config: ClusterConfig, *, is_local: bool) -> Iterator[None]:
         yield
         _drain(config)
     finally:
+        if config.cache_manager:
+            kill_manager()
         # Our own Ray takes everything with it when it stops; in another's, nothing of ours may stay.
         if not is_local:
             serve.delete(APP_NAME)

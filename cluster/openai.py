@@ -169,6 +169,8 @@ class KvorumReceipt(_Response):
     queued_ms: float
     preemptions: int
     evicted_in_prefill: bool
+    shrinks: int
+    offloads: int
     resumes: int
 
 

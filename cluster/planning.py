@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from kvorum.cluster.config import ClusterConfig, budget_from_number
 from kvorum.cluster.model import ServedModel
 from kvorum.cluster.sampling_fields import MAX_CHOICES, KvorumFields, SamplingFields
+from kvorum.cluster.tenants import Tenant, TenantTable
 from kvorum.kvstore.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from kvorum.kvstore.policies import parse_policy, resolve_budget
 from kvorum.workers.request import EngineRequest, KVParams, RequestId, SamplingParams
@@ -22,6 +23,7 @@ class GenerationRequest:
     """One client request, ready for an engine: a sequence for each choice of each prompt, in answer order."""
 
     request_id: RequestId
+    tenant: str
     sequences: tuple[EngineRequest, ...]
     num_prompts: int
     stop: tuple[str, ...]
@@ -56,12 +58,15 @@ class Prompting:
 class Surroundings:
     """What a request is planned against.
 
-    pool_tokens: tokens that the largest KV pool holds; an answer whose length the client left open, and whose KV cache
-    has no budget, is planned no longer than that. random_seed: for a request that brings none.
+    tenant: whose request it is. pool_tokens: tokens that the largest KV pool holds; an answer whose length the client
+    left open, and whose KV cache may not be cut, is planned no longer than that. random_seed: for a request that brings
+    none.
     """
 
     model: ServedModel
     config: ClusterConfig
+    tenants: TenantTable
+    tenant: str
     pool_tokens: int
     random_seed: int
 
@@ -71,13 +76,14 @@ def plan_generation(fields: SamplingFields, prompting: Prompting, around: Surrou
 
     Raises:
         InvalidRequestError: or one of its children, or ModelNotFoundError.
+        PermissionDeniedError: the tenant may not have that.
     """
-    config = around.config
+    config, tenant = around.config, around.tenants[around.tenant]
     check_model(fields.model, around.model)
     num_choices = fields.n or 1
     if num_choices * len(prompting.prompts) > MAX_CHOICES:
         raise InvalidRequestError(f"n: prompts times n may be at most {MAX_CHOICES}", param="n")
-    kv = _kv_params(fields.kvorum, config)
+    kv = _kv_params(fields.kvorum, config, tenant)
     sequences: list[EngineRequest] = []
     for prompt in prompting.prompts:
         max_tokens = _max_tokens(prompting, len(prompt), kv=kv, around=around)
@@ -86,17 +92,20 @@ def plan_generation(fields: SamplingFields, prompting: Prompting, around: Surrou
             seed = (around.random_seed if fields.seed is None else fields.seed) + choice
             sequences.append(
                 EngineRequest(
-                    request_id=RequestId(f"{prompting.request_id}-{len(sequences)}"),
+                    # Clients may choose ids: those of two tenants never meet.
+                    request_id=RequestId(f"{around.tenant}/{prompting.request_id}-{len(sequences)}"),
                     prompt_token_ids=prompt,
                     sampling=replace(sampling, seed=seed & _SEED_MASK),
                     kv=kv,
-                    priority=fields.priority or 0,
+                    priority=tenant.engine_priority(fields.priority or 0),
                     timeout_s=config.request_timeout_s,
-                    cache_salt=fields.cache_salt or "",
+                    cache_salt=around.tenants.prefix_salt(around.tenant, fields.cache_salt or ""),
+                    terms=around.tenants.terms(around.tenant),
                 )
             )
     return GenerationRequest(
         request_id=prompting.request_id,
+        tenant=around.tenant,
         sequences=tuple(sequences),
         num_prompts=len(prompting.prompts),
         stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
@@ -151,7 +160,7 @@ def _max_tokens(prompting: Prompting, num_prompt_tokens: int, *, kv: KVParams, a
             f"{param} has {num_prompt_tokens} tokens, which leaves no room for an answer within {limit}", param=param
         )
     if prompting.max_tokens is None:
-        if kv.kv_budget is None:
+        if kv.kv_budget is None and not parse_policy(kv.policy).evicts:
             room = max(1, min(room, around.pool_tokens - num_prompt_tokens))
         return min(room, prompting.default_max_tokens or room)
     if prompting.max_tokens > room:
@@ -163,16 +172,25 @@ def _max_tokens(prompting: Prompting, num_prompt_tokens: int, *, kv: KVParams, a
     return prompting.max_tokens
 
 
-def _kv_params(fields: KvorumFields | None, config: ClusterConfig) -> KVParams:
+def _kv_params(fields: KvorumFields | None, config: ClusterConfig, tenant: Tenant) -> KVParams:
+    """Return what the request asks for, else what its tenant has as a default, else what the cluster has."""
     fields = fields or KvorumFields()
-    policy_name = fields.policy or config.default_policy
+    if tenant.default_policy is not None:
+        default_policy, default_budget = tenant.default_policy, tenant.default_kv_budget
+    else:
+        default_policy, default_budget = config.default_policy, config.default_kv_budget
+        if not tenant.allows(default_policy):
+            default_policy = "full"
+    policy_name = fields.policy or default_policy
+    tenant.check_policy(policy_name)
     policy = parse_policy(policy_name)
     budget = budget_from_number(fields.kv_budget)
     if fields.kv_budget is None and policy.evicts:
-        budget = budget_from_number(config.default_kv_budget)
+        budget = budget_from_number(default_budget)
     # Whether the budget is one is found out here; how many tokens it is only the engine needs to know.
     resolve_budget(policy, budget, context_tokens=1)
-    return KVParams(policy=policy_name, kv_budget=budget, min_retained_mass=fields.min_retained_mass or 0.0)
+    floor = max(fields.min_retained_mass or 0.0, tenant.min_retained_mass)
+    return KVParams(policy=policy_name, kv_budget=budget, min_retained_mass=floor)
 
 
 def _or(value: float | None, default: float) -> float:

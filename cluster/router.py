@@ -13,8 +13,12 @@ Deployment handles carry control only: where the engines are, and shutdown.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any, Final
 
 from fastapi import FastAPI
+from pydantic import TypeAdapter
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -25,8 +29,13 @@ from kvorum.cluster.frontend import Frontend
 from kvorum.cluster.grpc_service import GrpcService
 from kvorum.cluster.http import create_app
 from kvorum.cluster.logs import log_to_stderr
+from kvorum.cluster.manager.actor import ManagerHandle
+from kvorum.cluster.manager.channel import ManagerLostError
 from kvorum.cluster.model import load_model
+from kvorum.cluster.tenants import Tenant, TenantTable
 from kvorum.kvstore.errors import EngineLostError
+
+TENANTS: Final = TypeAdapter(dict[str, Tenant])
 
 _CONTROL_TIMEOUT_S = 2.0
 
@@ -37,13 +46,29 @@ class Router(GrpcService):
     def __init__(self, config: ClusterConfig, engines: DeploymentHandle[EngineReplica]) -> None:
         """Serve what `engines` compute."""
         log_to_stderr()
-        self._frontend = Frontend(config, load_model(config), EngineDirectory(_discovery(engines)))
+        tenants = TenantTable(config.tenants).limits()
+        self._manager = ManagerHandle(config.control_tls, tenants=tenants) if config.cache_manager else None
+        self._frontend = Frontend(
+            config,
+            load_model(config),
+            EngineDirectory(_discovery(engines)),
+            find_manager=self._manager.find if self._manager else None,
+        )
         self._frontend.start()
         super().__init__(self._frontend)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the HTTP application; Serve calls this after the constructor."""
         return create_app(self._frontend)
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Take new tenants; Serve calls this after the constructor and whenever they change."""
+        config = TENANTS.validate_python(user_config["tenants"])
+        tenants = TenantTable(config, api_key=self._frontend.config.api_key)
+        self._frontend.set_tenants(tenants)
+        if self._manager:
+            with contextlib.suppress(ManagerLostError):  # it hears of them when it is back
+                await self._manager.set_tenants(tenants.limits())
 
     async def is_ready(self) -> bool:
         """Say whether a request would find an engine."""

@@ -8,6 +8,8 @@ KvorumError
 ├── AuthenticationError     no key or a wrong key
 ├── PermissionDeniedError   a key that may not do this
 ├── CapacityError           full now; try again after retry_after_s
+│   ├── QuotaError          the tenant has all the blocks that it may have
+│   └── RateLimitError      the tenant sends or runs as many requests as it may
 ├── EngineLostError         the engine died and the request could not go on elsewhere
 ├── DeadlineError           the request's deadline passed
 ├── CheckpointError         a model could not be found, read or understood
@@ -64,6 +66,14 @@ class CapacityError(KvorumError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class QuotaError(CapacityError):
+    """The tenant's ceiling of KV blocks is reached, and its queue is full."""
+
+
+class RateLimitError(CapacityError):
+    """The tenant sends, or runs, as many requests as it may."""
 
 
 class EngineLostError(KvorumError):

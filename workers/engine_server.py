@@ -23,6 +23,7 @@ import grpc.aio
 from kvorum.kvstore.errors import KvorumError
 from kvorum.protos.engine.v1 import engine_pb2 as pb
 from kvorum.protos.engine.v1 import engine_pb2_grpc as pb_grpc
+from kvorum.workers.governance import Directive, EngineReport, LeaseUse
 from kvorum.workers.request import EngineInfo, EngineRequest, EngineStats, RequestId, RequestOutput
 from kvorum.workers.wire import (
     Abort,
@@ -93,6 +94,28 @@ class Engine(Protocol):
 
     async def check_health(self) -> None:
         """Raise when a rank is dead."""
+
+    # For the cache manager.
+
+    @property
+    def directive_done(self) -> int:
+        """Number of the last directive that has been carried out."""
+        ...
+
+    def report(self) -> EngineReport:
+        """Look at the pool between two steps."""
+        ...
+
+    def leases(self) -> tuple[LeaseUse, ...]:
+        """Return the leases whose sequences are here."""
+        ...
+
+    def take_lease_changes(self) -> tuple[tuple[LeaseUse, ...], tuple[str, ...]]:
+        """Return the leases that came, and the ids of those that are over, since the last call."""
+        ...
+
+    def obey(self, directive: Directive) -> None:
+        """Carry a directive out before the next step."""
 
 
 class EngineServer:

@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 from kvorum.cluster.admission import Demand, LocalAdmission
 from kvorum.cluster.engine_status import EngineStatus
 from kvorum.kvstore.errors import CapacityError, EngineLostError, NeverFitsError
-from kvorum.workers.request import KVParams, RequestId
+from kvorum.workers.request import KVParams
 from kvtest.stack import DEFAULT_INFO, IDLE_STATS
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def status(engine_id: str, *, num_blocks: int = 64, held: int = 0) -> EngineStatus:
@@ -30,13 +22,13 @@ def status(engine_id: str, *, num_blocks: int = 64, held: int = 0) -> EngineStat
     return EngineStatus(info, stats)
 
 
-def admission_of(*statuses: EngineStatus, clock: Clock | None = None, lease_s: float = 30.0) -> LocalAdmission:
+def admission_of(*statuses: EngineStatus) -> LocalAdmission:
     engines = {each.info.engine_id: each for each in statuses}
-    return LocalAdmission(lambda: engines, clock=clock or Clock(), lease_s=lease_s)
+    return LocalAdmission(lambda: engines)
 
 
 def demand(name: str = "r", *, tokens: int = 100, sequences: int = 1, kv: KVParams | None = None) -> Demand:
-    return Demand(RequestId(name), (tokens,) * sequences, kv or KVParams())
+    return Demand(name, "tenant", (tokens,) * sequences, kv or KVParams())
 
 
 def admit(admission: LocalAdmission, *demands: Demand) -> list[str]:
@@ -49,7 +41,7 @@ def admit(admission: LocalAdmission, *demands: Demand) -> list[str]:
 def release(admission: LocalAdmission, *names: str) -> None:
     async def scenario() -> None:
         for name in names:
-            await admission.release(RequestId(name))
+            await admission.release(name)
 
     asyncio.run(scenario())
 
@@ -60,7 +52,7 @@ def test_the_engine_with_most_room_gets_the_request() -> None:
 
 def test_the_engine_that_has_the_prompt_cached_gets_it_unless_it_is_much_fuller() -> None:
     statuses = {"a": status("a", held=6), "b": status("b")}
-    admission = LocalAdmission(lambda: statuses, clock=Clock())
+    admission = LocalAdmission(lambda: statuses)
     prompt = tuple(range(400))
 
     def ask(name: str, *, salt: str = "") -> str:
@@ -126,21 +118,15 @@ def test_admitting_and_releasing_are_idempotent() -> None:
     assert admission.num_leases == 0
 
 
-def test_a_lease_that_nobody_renews_expires() -> None:
-    clock = Clock()
-    admission = admission_of(status("a"), clock=clock, lease_s=10.0)
-
-    async def scenario() -> None:
-        await admission.admit(demand("kept", sequences=4))
-        await admission.admit(demand("dropped", sequences=4))
-        clock.now_s = 9.0
-        await admission.renew([RequestId("kept"), RequestId("unknown")])
-        clock.now_s = 11.0
-        await admission.admit(demand("new", sequences=4))
-        with pytest.raises(CapacityError):
-            await admission.admit(demand("one more"))
-
-    asyncio.run(scenario())
+def test_an_elastic_request_reserves_its_least_and_one_with_a_floor_must_fit_whole() -> None:
+    elastic = demand(tokens=1600, kv=KVParams("h2o"))
+    assert elastic.sequence_blocks(16) == (9,)
+    assert elastic.blocks_alone(16) == 9
+    with_floor = demand(tokens=1600, kv=KVParams("h2o", min_retained_mass=0.9))
+    assert with_floor.sequence_blocks(16) == (9,)
+    assert with_floor.blocks_alone(16) == 100
+    assert demand(tokens=1600).sequence_blocks(16) == (100,)
+    assert replace(demand(tokens=1600, kv=KVParams("h2o")), least_tokens=16).sequence_blocks(16) == (2,)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["admit", "release"]), st.integers(0, 9), st.integers(1, 4)), max_size=40))

@@ -14,8 +14,9 @@ from kvorum.cluster.frontend import Frontend
 from kvorum.cluster.generation import Delta
 from kvorum.cluster.planning import GenerationRequest, Prompting
 from kvorum.cluster.sampling_fields import SamplingFields
+from kvorum.cluster.tenants import DEFAULT_TENANT
 from kvorum.kvstore.errors import CapacityError, DeadlineError, EngineLostError, InvalidRequestError
-from kvorum.workers.request import FinishReason, KVParams, RequestId, RequestOutput
+from kvorum.workers.request import FinishReason, RequestId, RequestOutput
 from kvtest.stack import Stack, running_stack
 from kvtest.waiting import eventually
 
@@ -40,7 +41,7 @@ def plan(
     frontend: Frontend, name: str = "r", *, text: str = "abcdef", max_tokens: int = 400, **fields: object
 ) -> GenerationRequest:
     prompting = Prompting(RequestId(name), (tuple(text.encode()),), "prompt", max_tokens=max_tokens)
-    return frontend.plan(SamplingFields.model_validate(fields), prompting)
+    return frontend.plan(SamplingFields.model_validate(fields), prompting, tenant=DEFAULT_TENANT)
 
 
 async def read_all(frontend: Frontend, request: GenerationRequest) -> list[Delta]:
@@ -103,11 +104,11 @@ def test_an_abort_from_elsewhere_is_an_error_to_the_caller() -> None:
     async def scenario(stack: Stack) -> None:
         async with stack.frontend.generate(plan(stack.frontend)) as deltas:
             await anext(deltas)
-            assert stack.frontend.abort(RequestId("r"))
+            assert stack.frontend.abort(RequestId("r"), tenant=DEFAULT_TENANT)
             with pytest.raises(AbortedError):
                 async for _ in deltas:
                     pass
-        assert not stack.frontend.abort(RequestId("r"))
+        assert not stack.frontend.abort(RequestId("r"), tenant=DEFAULT_TENANT)
 
     run(scenario)
 
@@ -161,36 +162,17 @@ def test_draining_does_not_wait_for_ever() -> None:
         async with stack.frontend.generate(plan(stack.frontend)) as deltas:
             await anext(deltas)
             await stack.frontend.drain(0.05)
-            assert stack.frontend.running
+            assert stack.frontend.num_running
 
     run(scenario)
-
-
-def test_leases_of_running_requests_are_renewed() -> None:
-    async def scenario(stack: Stack) -> None:
-        stack.frontend._lease_s = 0.03
-        renewing = asyncio.create_task(stack.frontend._renew_leases())
-        async with stack.frontend.generate(plan(stack.frontend)) as deltas:
-            await anext(deltas)
-            first = await stack.frontend._admission.admit(_demand_like("r"))
-            await asyncio.sleep(0.05)
-            second = await stack.frontend._admission.admit(_demand_like("r"))
-            assert second.expires_at_s > first.expires_at_s
-        renewing.cancel()
-
-    run(scenario)
-
-
-def _demand_like(name: str) -> Demand:
-    return Demand(RequestId(name), (10,), KVParams())
 
 
 def test_an_engine_lost_between_lease_and_request_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(stack: Stack) -> None:
         async def admit(demand: Demand) -> Lease:
-            return Lease(demand.request_id, "engine-9", 1e9)
+            return Lease(demand.lease_id, "engine-9", (1,))
 
-        monkeypatch.setattr(stack.frontend._admission, "admit", admit)
+        monkeypatch.setattr(stack.frontend._generator.admission, "admit", admit)
         with pytest.raises(EngineLostError, match="engine-9"):
             await read_all(stack.frontend, plan(stack.frontend))
 

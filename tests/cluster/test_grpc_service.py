@@ -117,7 +117,7 @@ def test_a_full_cluster_says_when_to_come_back() -> None:
         calls = [stub.Generate(request(max_tokens=300)) for _ in range(4)]
         await eventually(lambda: stack.host.engine.stats().num_running == 4)
         calls += [stub.Generate(request(max_tokens=300)) for _ in range(4)]
-        await eventually(lambda: len(stack.frontend.running) == 8)
+        await eventually(lambda: stack.frontend.num_running == 8)
         details = await assert_refused(stub.Generate(request()), grpc.StatusCode.UNAVAILABLE, param=None)
         assert details["ErrorInfo"].reason == "KV_CAPACITY_EXHAUSTED"
         assert details["RetryInfo"].retry_delay.ToMilliseconds() == 1000

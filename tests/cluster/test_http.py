@@ -83,6 +83,8 @@ def test_a_completion_has_text_usage_and_receipt() -> None:
             "retained_mass": 1.0,
             "preemptions": 0,
             "evicted_in_prefill": False,
+            "shrinks": 0,
+            "offloads": 0,
             "resumes": 0,
         }
 
@@ -435,7 +437,7 @@ def test_a_full_cluster_and_a_late_answer_have_their_status() -> None:
         running = [asyncio.create_task(completion(client, max_tokens=400)) for _ in range(4)]
         await eventually(lambda: stack.host.engine.stats().num_running == 4)
         running += [asyncio.create_task(completion(client, max_tokens=400)) for _ in range(4)]
-        await eventually(lambda: len(stack.frontend.running) == 8)
+        await eventually(lambda: stack.frontend.num_running == 8)
         refused = await completion(client)
         assert_error(refused, 503, "kv_capacity_exhausted", None)
         assert refused.headers["Retry-After"] == "1"

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.planning import GenerationRequest, Prompting, Surroundings, plan_generation
 from kvorum.cluster.sampling_fields import KvorumFields, SamplingFields
+from kvorum.cluster.tenants import Tenant, TenantTable
 from kvorum.kvstore.errors import ContextLengthError, InvalidRequestError
 from kvorum.workers.request import KVParams, RequestId
 from kvtest.tiny_model import tiny_model
@@ -24,11 +25,19 @@ def plan(
     default_max_tokens: int | None = None,
     config: ClusterConfig | None = None,
     pool_tokens: int = 1000,
+    tenant: Tenant | None = None,
 ) -> GenerationRequest:
     prompting = Prompting(
         RequestId("r"), prompts, "prompt", max_tokens=max_tokens, default_max_tokens=default_max_tokens
     )
-    around = Surroundings(MODEL, config or ClusterConfig(), pool_tokens=pool_tokens, random_seed=77)
+    around = Surroundings(
+        MODEL,
+        config or ClusterConfig(),
+        TenantTable({"acme": tenant or Tenant()}),
+        "acme",
+        pool_tokens=pool_tokens,
+        random_seed=77,
+    )
     return plan_generation(fields or SamplingFields(), prompting, around)
 
 
@@ -38,7 +47,7 @@ def kv_of(kvorum: KvorumFields | None, config: ClusterConfig | None = None) -> K
 
 def test_each_choice_of_each_prompt_is_a_sequence_of_its_own() -> None:
     planned = plan(SamplingFields(n=2, seed=5), prompts=((1,), (2, 3)))
-    assert [sequence.request_id for sequence in planned.sequences] == ["r-0", "r-1", "r-2", "r-3"]
+    assert [sequence.request_id for sequence in planned.sequences] == [f"acme/r-{i}" for i in range(4)]
     assert [sequence.prompt_token_ids for sequence in planned.sequences] == [(1,), (1,), (2, 3), (2, 3)]
     assert [sequence.sampling.seed for sequence in planned.sequences] == [5, 6, 5, 6]
     assert planned.prompt_tokens == 3

@@ -17,6 +17,7 @@ from kvorum.cluster.frontend import Frontend
 from kvorum.cluster.generation import Delta
 from kvorum.cluster.planning import GenerationRequest, Prompting
 from kvorum.cluster.sampling_fields import SamplingFields
+from kvorum.cluster.tenants import DEFAULT_TENANT
 from kvorum.kvstore.errors import DeadlineError, EngineLostError
 from kvorum.workers.request import FinishReason, RequestId
 from kvtest.stack import DEFAULT_INFO, EngineHost
@@ -60,7 +61,7 @@ class Fleet:
 
     def plan(self, *, max_tokens: int = 60, **fields: object) -> GenerationRequest:
         prompting = Prompting(RequestId("r"), (tuple(PROMPT.encode()),), "prompt", max_tokens=max_tokens)
-        return self.frontend.plan(SamplingFields.model_validate(fields), prompting)
+        return self.frontend.plan(SamplingFields.model_validate(fields), prompting, tenant=DEFAULT_TENANT)
 
 
 @contextlib.asynccontextmanager
@@ -78,8 +79,8 @@ async def fleet(**options: float) -> AsyncIterator[Fleet]:
     try:
         yield it
         alive = [host for host in hosts.values() if host.engine._failure is None]
-        await eventually(lambda: all(host.is_idle for host in alive) and not frontend.running)
-        assert not frontend._admission._grants  # type: ignore[attr-defined]  # LocalAdmission's
+        await eventually(lambda: all(host.is_idle for host in alive) and not frontend.num_running)
+        assert not frontend._generator.admission.num_leases  # type: ignore[attr-defined]  # LocalAdmission's
     finally:
         await frontend.stop()
         for host in hosts.values():
@@ -283,7 +284,7 @@ def test_a_request_that_waits_for_an_engine_can_be_aborted() -> None:
                 await it.lose("first")
                 reading = asyncio.create_task(read(stream, []))
                 await asyncio.sleep(0.05)
-                assert it.frontend.abort(RequestId("r"))
+                assert it.frontend.abort(RequestId("r"), tenant=DEFAULT_TENANT)
                 with pytest.raises(AbortedError):
                     await reading
 

@@ -164,7 +164,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("engine", "policy", "kv_budget", "prompt_tokens_cached", "kv_tokens_held", "kv_tokens_evicted", "retained_mass", "kv_page_seconds", "queued_ms", "preemptions", "evicted_in_prefill", "resumes")
+    __slots__ = ("engine", "policy", "kv_budget", "prompt_tokens_cached", "kv_tokens_held", "kv_tokens_evicted", "retained_mass", "kv_page_seconds", "queued_ms", "preemptions", "evicted_in_prefill", "resumes", "shrinks", "offloads")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     KV_BUDGET_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +177,8 @@ class Receipt(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_IN_PREFILL_FIELD_NUMBER: _ClassVar[int]
     RESUMES_FIELD_NUMBER: _ClassVar[int]
+    SHRINKS_FIELD_NUMBER: _ClassVar[int]
+    OFFLOADS_FIELD_NUMBER: _ClassVar[int]
     engine: str
     policy: str
     kv_budget: int
@@ -189,7 +191,9 @@ class Receipt(_message.Message):
     preemptions: int
     evicted_in_prefill: bool
     resumes: int
-    def __init__(self, engine: _Optional[str] = ..., policy: _Optional[str] = ..., kv_budget: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., kv_tokens_held: _Optional[int] = ..., kv_tokens_evicted: _Optional[int] = ..., retained_mass: _Optional[float] = ..., kv_page_seconds: _Optional[float] = ..., queued_ms: _Optional[float] = ..., preemptions: _Optional[int] = ..., evicted_in_prefill: _Optional[bool] = ..., resumes: _Optional[int] = ...) -> None: ...
+    shrinks: int
+    offloads: int
+    def __init__(self, engine: _Optional[str] = ..., policy: _Optional[str] = ..., kv_budget: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., kv_tokens_held: _Optional[int] = ..., kv_tokens_evicted: _Optional[int] = ..., retained_mass: _Optional[float] = ..., kv_page_seconds: _Optional[float] = ..., queued_ms: _Optional[float] = ..., preemptions: _Optional[int] = ..., evicted_in_prefill: _Optional[bool] = ..., resumes: _Optional[int] = ..., shrinks: _Optional[int] = ..., offloads: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text", "chat", "add_special_tokens")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 import grpc.aio
@@ -13,17 +13,25 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # has 
 from grpc_health.v1 import health_pb2_grpc  # type: ignore[import-untyped]  # has no types
 from grpc_status import rpc_status  # type: ignore[import-untyped]  # has no types
 
+from kvorum.cluster.frontend import Frontend
 from kvorum.cluster.grpc_service import GrpcService
 from kvorum.cluster.http import create_app
 from kvorum.protos.inference.v1 import inference_pb2_grpc as pb_grpc
-from kvtest.stack import Stack
+
+
+class HasFrontend(Protocol):
+    """Something with one router's frontend."""
+
+    @property
+    def frontend(self) -> Frontend: ...
+
 
 # Stubs, calls and details are made at run time or by generators that write no types.
 Unchecked: TypeAlias = Any
 
 
 @contextlib.asynccontextmanager
-async def http_client(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
+async def http_client(stack: HasFrontend) -> AsyncIterator[httpx.AsyncClient]:
     """Talk to the application without a socket; a response is there when all of it is."""
     transport = httpx.ASGITransport(create_app(stack.frontend), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://kvorum", timeout=30) as client:
@@ -31,7 +39,7 @@ async def http_client(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @contextlib.asynccontextmanager
-async def grpc_channel(stack: Stack) -> AsyncIterator[grpc.aio.Channel]:
+async def grpc_channel(stack: HasFrontend) -> AsyncIterator[grpc.aio.Channel]:
     """Serve all RPCs on a plain grpc.aio server, and connect to it."""
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
     service = GrpcService(stack.frontend)
@@ -47,7 +55,7 @@ async def grpc_channel(stack: Stack) -> AsyncIterator[grpc.aio.Channel]:
 
 
 @contextlib.asynccontextmanager
-async def grpc_stub(stack: Stack) -> AsyncIterator[Unchecked]:
+async def grpc_stub(stack: HasFrontend) -> AsyncIterator[Unchecked]:
     """Return a stub of InferenceService."""
     async with grpc_channel(stack) as channel:
         yield pb_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code

@@ -97,7 +97,7 @@ class Stack:
 
     async def wait_until_idle(self) -> None:
         """Wait until the engine holds nothing and the frontend runs nothing."""
-        await eventually(lambda: self.host.is_idle and not self.frontend.running)
+        await eventually(lambda: self.host.is_idle and not self.frontend.num_running)
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,275 @@
+"""How much one cache manager carries: a thousand engines, a hundred thousand leases, hundreds of admissions a second.
+
+    python -P bench/manager_scale.py --engines 1000 --leases 100000 --rate 500 --seconds 30
+
+The manager is a process of its own, the real server over real gRPC. This process plays all engines (a stream each, with
+reports every second and lease changes as they happen) and a router, which asks for leases at a Poisson rate; for each
+that is granted the oldest one ends. Reported: Admit's latency, refusals, the manager's share of a core, its memory, and
+the bytes that messages take in both directions (without HTTP/2's framing).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import json
+import multiprocessing
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+
+import grpc.aio
+import psutil
+
+from kvorum.cluster.manager.cache_manager import CacheManager
+from kvorum.cluster.manager.channel import ManagerAddress, open_channel
+from kvorum.cluster.manager.service import ManagerServer
+from kvorum.cluster.manager.types import AdmitRequest, EngineFacts, LeaseChanges, TenantLimits
+from kvorum.cluster.manager.wire import (
+    Delta,
+    EngineMessage,
+    Snapshot,
+    admit_request_to_pb,
+    engine_message_to_pb,
+    outcome_from_pb,
+)
+from kvorum.protos.cache.v1 import cache_pb2 as pb
+from kvorum.protos.cache.v1 import cache_pb2_grpc as pb_grpc
+from kvorum.workers.governance import EngineReport, LeaseUse, TenantUse
+
+TOKEN = "bench"
+POOL_BLOCKS = 20_000
+LEASE_BLOCKS = 100
+REPORT_PERIOD_S = 1.0
+NUM_CHANNELS = 8
+TENANTS = tuple(
+    TenantLimits(f"tenant-{index}", weight=1 + index % 3, floor=0.02, ceiling=0.5 if index % 2 else None)
+    for index in range(16)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was measured. cpu_share: of one core, by the manager. Bytes: of messages, a second."""
+
+    engines: int
+    leases: int
+    admissions: int
+    refused: int
+    admit_p50_ms: float
+    admit_p99_ms: float
+    cpu_share: float
+    memory_mib: float
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    connect_s: float
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=int, default=1000)
+    parser.add_argument("--leases", type=int, default=100_000)
+    parser.add_argument("--rate", type=float, default=500.0, help="admissions a second")
+    parser.add_argument("--seconds", type=float, default=30.0)
+    args = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    manager = context.Process(target=serve, args=(theirs,), daemon=True)
+    manager.start()
+    address = ManagerAddress(ours.recv(), TOKEN)
+    try:
+        cluster = Cluster(args.engines, args.leases)
+        report = asyncio.run(cluster.run(address, psutil.Process(manager.pid), rate=args.rate, seconds=args.seconds))
+    finally:
+        manager.terminate()
+    print(json.dumps(asdict(report), indent=1))
+
+
+def serve(pipe: Connection) -> None:
+    """Run the manager; tell where it listens."""
+
+    async def run() -> None:
+        manager = CacheManager(TENANTS, lease_s=30.0, engine_grace_s=10.0)
+        server = ManagerServer(manager, token=TOKEN)
+        pipe.send(f"127.0.0.1:{await server.start('127.0.0.1')}")
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+class Engine:
+    """One simulated engine: which leases it has."""
+
+    def __init__(self, name: str) -> None:
+        self.facts = EngineFacts(name, 1, POOL_BLOCKS, 1000)
+        self.leases: dict[str, LeaseUse] = {}
+        self._started: list[LeaseUse] = []
+        self._ended: list[str] = []
+
+    def start(self, use: LeaseUse) -> None:
+        """Take a lease's sequences."""
+        self.leases[use.lease_id] = use
+        self._started.append(use)
+
+    def end(self, lease_id: str) -> None:
+        """End a lease's sequences."""
+        del self.leases[lease_id]
+        self._ended.append(lease_id)
+
+    def take_changes(self) -> LeaseChanges:
+        """Return what came and went since the last call."""
+        changes = LeaseChanges(tuple(self._started), tuple(self._ended))
+        self._started, self._ended = [], []
+        return changes
+
+    def report(self) -> EngineReport:
+        """Add up what the leases hold."""
+        held: dict[str, int] = collections.Counter()
+        for use in self.leases.values():
+            held[use.tenant] += use.reserved_blocks
+        worths = tuple(range(40))
+        tenants = {name: TenantUse(blocks, blocks, 0, 0, worths) for name, blocks in held.items()}
+        return EngineReport(POOL_BLOCKS, POOL_BLOCKS - sum(held.values()), 0, tenants=tenants)
+
+
+class Cluster:
+    """All engines and one router."""
+
+    def __init__(self, num_engines: int, num_leases: int) -> None:
+        self._rng = random.Random(0)
+        self._engines = {f"engine-{index}": Engine(f"engine-{index}") for index in range(num_engines)}
+        self._oldest: collections.deque[tuple[str, str]] = collections.deque()
+        names = list(self._engines)
+        for index in range(num_leases):
+            name = names[index % num_engines]
+            use = LeaseUse(f"first-{index}", TENANTS[index % len(TENANTS)].name, LEASE_BLOCKS)
+            self._engines[name].leases[use.lease_id] = use
+            self._oldest.append((name, use.lease_id))
+        self._up = self._down = 0
+        self._connected = 0
+        self._latencies_s: list[float] = []
+        self._refused = 0
+
+    async def run(self, address: ManagerAddress, manager: psutil.Process, *, rate: float, seconds: float) -> Report:
+        """Connect everything, then ask for leases."""
+        channels = [open_channel(address, None) for _ in range(NUM_CHANNELS)]
+        stubs = [pb_grpc.CacheManagerServiceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
+        begun_s = time.monotonic()
+        tasks = [
+            asyncio.create_task(self._coordinate(engine, stubs[index % NUM_CHANNELS], address))
+            for index, engine in enumerate(self._engines.values())
+        ]
+        while self._connected < len(tasks):
+            await asyncio.sleep(0.05)
+        connect_s = time.monotonic() - begun_s
+        await asyncio.sleep(2.0)
+        self._up = self._down = 0
+        before, begun_s = sum(manager.cpu_times()[:2]), time.monotonic()
+        await self._ask(stubs, address, rate=rate, seconds=seconds)
+        elapsed_s = time.monotonic() - begun_s
+        cpu_share = (sum(manager.cpu_times()[:2]) - before) / elapsed_s
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for channel in channels:
+            await channel.close()
+        quantiles = statistics.quantiles(self._latencies_s, n=100)
+        return Report(
+            engines=len(self._engines),
+            leases=sum(len(engine.leases) for engine in self._engines.values()),
+            admissions=len(self._latencies_s),
+            refused=self._refused,
+            admit_p50_ms=1e3 * quantiles[49],
+            admit_p99_ms=1e3 * quantiles[98],
+            cpu_share=cpu_share,
+            memory_mib=manager.memory_info().rss / 2**20,
+            up_bytes_per_s=self._up / elapsed_s,
+            down_bytes_per_s=self._down / elapsed_s,
+            connect_s=connect_s,
+        )
+
+    async def _coordinate(self, engine: Engine, stub: pb_grpc.CacheManagerServiceStub, address: ManagerAddress) -> None:
+        call = stub.Coordinate(metadata=address.metadata)
+        await self._send(call, Snapshot(engine.facts, engine.report(), tuple(engine.leases.values())))
+        engine.take_changes()
+        self._connected += 1
+        reading = asyncio.create_task(self._read(call))
+        try:
+            await asyncio.sleep(self._rng.random() * REPORT_PERIOD_S)
+            number = 0
+            while True:
+                number += 1
+                await self._send(call, Delta(number, engine.report(), engine.take_changes()))
+                await asyncio.sleep(REPORT_PERIOD_S)
+        finally:
+            reading.cancel()
+            call.cancel()
+
+    async def _read(self, call: grpc.aio.StreamStreamCall[pb.CoordinateRequest, pb.CoordinateResponse]) -> None:
+        acknowledged = 0
+        while isinstance(message := await call.read(), pb.CoordinateResponse):
+            self._down += message.ByteSize()
+            if message.WhichOneof("message") == "send_snapshot":
+                raise AssertionError("the manager lost count")
+            if message.HasField("directive") and message.directive.number > acknowledged:
+                acknowledged = message.directive.number
+                answer = pb.CoordinateRequest(acknowledged_directive=acknowledged)
+                self._up += answer.ByteSize()
+                await call.write(answer)
+
+    async def _send(
+        self, call: grpc.aio.StreamStreamCall[pb.CoordinateRequest, pb.CoordinateResponse], message: EngineMessage
+    ) -> None:
+        packed = engine_message_to_pb(message)
+        self._up += packed.ByteSize()
+        await call.write(packed)
+
+    async def _ask(
+        self,
+        stubs: Sequence[pb_grpc.CacheManagerServiceStub],
+        address: ManagerAddress,
+        *,
+        rate: float,
+        seconds: float,
+    ) -> None:
+        """Ask at a Poisson rate; a late start counts into the latency."""
+        asking: set[asyncio.Task[None]] = set()
+        begun_s = due_s = time.monotonic()
+        number = 0
+        while due_s < begun_s + seconds:
+            due_s += self._rng.expovariate(rate)
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            number += 1
+            task = asyncio.create_task(self._admit(stubs[0], address, number, due_s))
+            asking.add(task)
+            task.add_done_callback(asking.discard)
+        await asyncio.gather(*asking)
+
+    async def _admit(
+        self, stub: pb_grpc.CacheManagerServiceStub, address: ManagerAddress, number: int, due_s: float
+    ) -> None:
+        tenant = self._rng.choice(TENANTS).name
+        runs = tuple(self._rng.getrandbits(64) for _ in range(16))
+        lease_id = f"lease-{number}"
+        request = admit_request_to_pb(AdmitRequest(lease_id, tenant, (LEASE_BLOCKS,), 1600, 10.0, prefix_runs=runs))
+        self._up += request.ByteSize()
+        answer = await stub.Admit(request, metadata=address.metadata)
+        self._latencies_s.append(time.monotonic() - due_s)
+        self._down += answer.ByteSize()
+        outcome = outcome_from_pb(lease_id, answer)
+        if not isinstance(outcome, str):
+            self._refused += 1
+            return
+        self._engines[outcome].start(LeaseUse(lease_id, tenant, LEASE_BLOCKS))
+        self._oldest.append((outcome, lease_id))
+        engine_id, oldest = self._oldest.popleft()
+        self._engines[engine_id].end(oldest)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""What each router may give each tenant while the manager cannot be reached. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvorum.cluster.manager.types import ClusterView, TenantLimits
+
+
+@dataclass(frozen=True, slots=True)
+class SafeShare:
+    """Blocks that a tenant's leases of one router may reserve, and how many of its requests may run there."""
+
+    blocks: int
+    max_running: int | None
+
+
+def safe_shares(view: ClusterView, tenants: Mapping[str, TenantLimits], *, num_routers: int) -> dict[str, SafeShare]:
+    """Split what each tenant may have evenly among the routers.
+
+    A tenant may have its ceiling, but nothing of what others are sure of: so floors stay reachable and ceilings hold
+    even when every router uses all of its share.
+    """
+    total = sum(engine.total_blocks for engine in view.engines)
+    floors = sum(tenant.floor_blocks for tenant in view.tenants)
+    routers = max(1, num_routers)
+    shares = {}
+    for tenant in view.tenants:
+        most = total - (floors - tenant.floor_blocks)
+        if tenant.ceiling_blocks is not None:
+            most = min(most, tenant.ceiling_blocks)
+        limits = tenants.get(tenant.tenant)
+        max_running = limits.max_running if limits else None
+        running = None if max_running is None else max(1, max_running // routers)
+        shares[tenant.tenant] = SafeShare(max(0, most) // routers, running)
+    return shares

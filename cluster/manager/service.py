@@ -1,0 +1,317 @@
+"""The cache manager as a gRPC server: one CacheManager, and the calls that ask, tell and watch it.
+
+A lease's way through it:
+ 1. A router's Admit goes to the manager at once; if it has to wait, the call waits too, and a caller that hangs up
+    leaves the line.
+ 2. The engine's stream tells that the lease's sequences arrived (it is committed), what they hold, and that they ended.
+ 3. What the manager decides on the way, outcomes for those that waited and directives for engines, leaves in `_settle`,
+    after each message and each tick.
+Only this module knows time; the event loop is the one writer of the manager's state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from kvorum.cluster.manager.cache_manager import CacheManager
+from kvorum.cluster.manager.safe_shares import SafeShare, safe_shares
+from kvorum.cluster.manager.tls import ControlTls, server_credentials
+from kvorum.cluster.manager.types import ClusterView, Granted, Outcome, Refused, TenantLimits, Waiting
+from kvorum.cluster.manager.watching import difference
+from kvorum.cluster.manager.wire import (
+    Acknowledgement,
+    Delta,
+    EngineMessage,
+    Snapshot,
+    admit_request_from_pb,
+    change_to_pb,
+    directive_to_pb,
+    engine_message_from_pb,
+    outcome_to_pb,
+    record_from_pb,
+)
+from kvorum.protos.cache.v1 import cache_pb2 as pb
+from kvorum.protos.cache.v1 import cache_pb2_grpc as pb_grpc
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.05
+# Either end of an engine's stream says something at least this often, and takes silence of the other for its loss.
+HEARTBEAT_S = 1.0
+SILENCE_S = 3.0
+# A router that has not renewed for so long is gone.
+ROUTER_TIMEOUT_S = 10.0
+WATCH_PERIOD_S = 0.5
+SHARES_PERIOD_S = 0.5
+
+_SERVER_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1))
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(slots=True)
+class _Line:
+    """A lease that waits, and how many calls wait for it: a router asks again when its connection broke."""
+
+    outcome: asyncio.Future[Granted | Refused]
+    num_calls: int = 0
+
+
+@dataclass(slots=True)
+class _EngineLink:
+    """What is to be sent to one connected engine."""
+
+    epoch: int
+    outbox: asyncio.Queue[pb.CoordinateResponse]
+
+
+class ManagerServer:
+    """Serves one CacheManager until stopped. token: what every caller must bring."""
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        *,
+        token: str,
+        tls: ControlTls | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.manager = manager
+        self.token = token
+        self._tls = tls
+        self._clock = clock
+        self._waiting: dict[str, _Line] = {}
+        self._engines: dict[str, _EngineLink] = {}
+        self._routers: dict[str, float] = {}
+        self._shares: Mapping[str, SafeShare] = {}
+        self._shares_until_s = 0.0
+        self._server: grpc.aio.Server | None = None
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, *, port: int = 0) -> int:
+        """Listen on host and return the port; port 0 takes a free one."""
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        pb_grpc.add_CacheManagerServiceServicer_to_server(_Servicer(self), server)  # type: ignore[no-untyped-call]  # generated code
+        address = f"{host}:{port}"
+        credentials = server_credentials(self._tls) if self._tls else None
+        bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+        await server.start()
+        self._server = server
+        self._ticking = asyncio.create_task(self._tick())
+        return bound
+
+    async def stop(self) -> None:
+        """Close the port; callers see the connection end."""
+        if self._ticking:
+            self._ticking.cancel()
+        if self._server:
+            await self._server.stop(grace=None)
+
+    def set_tenants(self, tenants: Collection[TenantLimits]) -> None:
+        """Take new limits; they hold for what is admitted from now on."""
+        self.manager.set_tenants(tenants)
+        self._settle()
+
+    # Routers.
+
+    async def admit(self, message: pb.AdmitRequest) -> pb.AdmitResponse:
+        """Decide, waiting if need be; a caller that is cancelled leaves the line."""
+        request = admit_request_from_pb(message)
+        outcome: Outcome = self.manager.admit(request, self._clock())
+        self._settle()
+        if isinstance(outcome, Waiting):
+            outcome = await self._outcome(request.lease_id)
+        return outcome_to_pb(outcome)
+
+    async def _outcome(self, lease_id: str) -> Granted | Refused:
+        line = self._waiting.setdefault(lease_id, _Line(asyncio.get_running_loop().create_future()))
+        line.num_calls += 1
+        try:
+            return await asyncio.shield(line.outcome)
+        except asyncio.CancelledError:
+            line.num_calls -= 1
+            if not line.num_calls:
+                self._waiting.pop(lease_id, None)
+                self.manager.cancel(lease_id)
+                self.manager.release(lease_id, self._clock())  # it may have been granted in this very moment
+            raise
+
+    def renew(self, message: pb.RenewRequest) -> pb.RenewResponse:
+        """Prolong a router's leases and tell it what it may do alone."""
+        now_s = self._clock()
+        self.manager.renew([record_from_pb(record) for record in message.leases], now_s)
+        self._routers[message.router_id] = now_s
+        self._routers = {name: seen_s for name, seen_s in self._routers.items() if seen_s > now_s - ROUTER_TIMEOUT_S}
+        self._settle()
+        return pb.RenewResponse(
+            shares={
+                name: pb.SafeShare(blocks=share.blocks, max_running=share.max_running)
+                for name, share in self._safe_shares(now_s).items()
+            }
+        )
+
+    def _safe_shares(self, now_s: float) -> Mapping[str, SafeShare]:
+        """Return what each router may do alone; worked out once a period, however many routers ask."""
+        if now_s >= self._shares_until_s:
+            self._shares = safe_shares(self.manager.view(), self.manager.tenants, num_routers=len(self._routers))
+            self._shares_until_s = now_s + SHARES_PERIOD_S
+        return self._shares
+
+    def release(self, lease_ids: Collection[str]) -> None:
+        """Take leases back."""
+        now_s = self._clock()
+        for lease_id in lease_ids:
+            self.manager.release(lease_id, now_s)
+        self._settle()
+
+    # Engines.
+
+    async def coordinate(
+        self, messages: AsyncIterator[EngineMessage], outbox: asyncio.Queue[pb.CoordinateResponse]
+    ) -> None:
+        """Follow one engine's stream until it ends or falls silent."""
+        first = await _next(messages)
+        if not isinstance(first, Snapshot):
+            return
+        engine_id, epoch = first.facts.engine_id, first.facts.epoch
+        link = _EngineLink(epoch, outbox)
+        known = self._engines.get(engine_id)
+        if known and known.epoch > epoch:
+            return
+        self._engines[engine_id] = link
+        logger.info("engine %s is connected", engine_id)
+        try:
+            message: EngineMessage | None = first
+            while message is not None and self._engines.get(engine_id) is link:
+                self._take(engine_id, link, message)
+                message = await _next(messages)
+        finally:
+            if self._engines.get(engine_id) is link:
+                del self._engines[engine_id]
+                self.manager.disconnect(engine_id, epoch, self._clock())
+                logger.warning("engine %s is not connected any more", engine_id)
+                self._settle()
+
+    def _take(self, engine_id: str, link: _EngineLink, message: EngineMessage) -> None:
+        now_s = self._clock()
+        match message:
+            case Snapshot(facts, report, leases):
+                self.manager.connect(facts, report, leases, now_s)
+            case Delta(number, report, changes):
+                is_known = self.manager.take_report(engine_id, link.epoch, number, report, changes, now_s)
+                if not is_known:
+                    link.outbox.put_nowait(pb.CoordinateResponse(send_snapshot=pb.SnapshotOrder()))
+            case Acknowledgement(number):
+                self.manager.acknowledge(engine_id, link.epoch, number)
+        self._settle()
+
+    # Operators.
+
+    async def watch(self) -> AsyncIterator[pb.WatchResponse]:
+        """Yield the whole state, then what changes."""
+        seen, number = ClusterView(), 0
+        while True:
+            view, number = self.manager.view(), number + 1
+            yield change_to_pb(number, difference(seen, view))
+            seen = view
+            await asyncio.sleep(WATCH_PERIOD_S)
+
+    # What follows.
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.manager.tick(self._clock())
+            self._settle()
+
+    def _settle(self) -> None:
+        """Send what the manager has decided."""
+        for outcome in self.manager.take_outcomes():
+            if line := self._waiting.pop(outcome.lease_id, None):
+                line.outcome.set_result(outcome)
+        for engine_id, directive in self.manager.take_directives(self._clock()).items():
+            if link := self._engines.get(engine_id):
+                link.outbox.put_nowait(directive_to_pb(directive))
+
+    def check_token(self, context: _Context) -> bool:
+        """Say whether a caller brings the cluster's token."""
+        metadata = context.invocation_metadata() or ()
+        sent = next((value for key, value in metadata if key == "authorization"), "")
+        text = sent.decode(errors="replace") if isinstance(sent, bytes) else sent
+        return hmac.compare_digest(text.encode(), f"Bearer {self.token}".encode())
+
+
+async def _next(messages: AsyncIterator[EngineMessage]) -> EngineMessage | None:
+    """Return an engine's next message; None when it has ended its stream or is silent."""
+    try:
+        async with asyncio.timeout(SILENCE_S):
+            return await anext(messages, None)
+    except TimeoutError:
+        return None
+
+
+class _Servicer(pb_grpc.CacheManagerServiceServicer):
+    """Checks who calls, and passes on."""
+
+    def __init__(self, server: ManagerServer) -> None:
+        self._server = server
+
+    async def Admit(self, request: pb.AdmitRequest, context: _Context) -> pb.AdmitResponse:
+        await self._check(context)
+        return await self._server.admit(request)
+
+    async def Renew(self, request: pb.RenewRequest, context: _Context) -> pb.RenewResponse:
+        await self._check(context)
+        return self._server.renew(request)
+
+    async def Release(self, request: pb.ReleaseRequest, context: _Context) -> pb.ReleaseResponse:
+        await self._check(context)
+        self._server.release(request.lease_ids)
+        return pb.ReleaseResponse()
+
+    async def Coordinate(self, request_iterator: AsyncIterator[pb.CoordinateRequest], context: _Context) -> None:
+        await self._check(context)
+        outbox: asyncio.Queue[pb.CoordinateResponse] = asyncio.Queue()
+        writing = asyncio.create_task(_write(context, outbox))
+        try:
+            await self._server.coordinate(_engine_messages(request_iterator), outbox)
+        finally:
+            writing.cancel()
+            await asyncio.wait({writing})
+
+    async def Watch(self, request: pb.WatchRequest, context: _Context) -> AsyncIterator[pb.WatchResponse]:
+        await self._check(context)
+        async for change in self._server.watch():
+            yield change
+
+    async def _check(self, context: _Context) -> None:
+        if not self._server.check_token(context):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the control plane's token is needed")
+
+
+async def _engine_messages(messages: AsyncIterator[pb.CoordinateRequest]) -> AsyncIterator[EngineMessage]:
+    async for message in messages:
+        yield engine_message_from_pb(message)
+
+
+async def _write(context: _Context, outbox: asyncio.Queue[pb.CoordinateResponse]) -> None:
+    """Send what is queued, and a heartbeat where nothing is, until cancelled or the stream breaks."""
+    while True:
+        try:
+            async with asyncio.timeout(HEARTBEAT_S):
+                message = await outbox.get()
+        except TimeoutError:
+            message = pb.CoordinateResponse(heartbeat=pb.Heartbeat())
+        try:
+            await context.write(message)
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            return  # whoever reads the stream sees its end too

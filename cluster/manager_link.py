@@ -1,0 +1,170 @@
+"""A router's connection to the cache manager: found, kept alive, and known to be lost within two seconds.
+
+Every BEAT_S the router says which leases it holds. A beat that is not answered means that the manager is dead, hung or
+cut off: what waits for it is told so at once, and the manager is looked for anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+
+import grpc
+import grpc.aio
+
+from kvorum.cluster.manager.channel import FindManager, ManagerAddress, ManagerLostError, open_channel
+from kvorum.cluster.manager.safe_shares import SafeShare
+from kvorum.cluster.manager.tls import ControlTls
+from kvorum.cluster.manager.types import AdmitRequest, LeaseRecord, Refused
+from kvorum.cluster.manager.watching import ViewChange
+from kvorum.cluster.manager.wire import admit_request_to_pb, change_from_pb, outcome_from_pb, record_to_pb
+from kvorum.protos.cache.v1 import cache_pb2 as pb
+from kvorum.protos.cache.v1 import cache_pb2_grpc as pb_grpc
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+BEAT_TIMEOUT_S = 1.0
+_RETRY_S = 0.1
+
+
+class ManagerLink:
+    """The connection, for as long as `run` runs."""
+
+    def __init__(
+        self,
+        find: FindManager,
+        *,
+        router_id: str,
+        records: Callable[[], Collection[LeaseRecord]],
+        tls: ControlTls | None = None,
+    ) -> None:
+        """records: returns the leases that the router holds."""
+        self._find = find
+        self._router_id = router_id
+        self._records = records
+        self._tls = tls
+        self._address: ManagerAddress | None = None
+        self._stub: pb_grpc.CacheManagerServiceStub | None = None
+        self._up = asyncio.Event()
+        self._down = asyncio.Event()
+        self._down.set()
+        self._to_release: set[str] = set()
+        self._release_now = asyncio.Event()
+        self.shares: Mapping[str, SafeShare] = {}
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the last beat was answered."""
+        return self._up.is_set()
+
+    async def wait_until_up(self, timeout_s: float) -> None:
+        """Return when the manager can be reached, or timeout_s is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._up.wait()
+
+    async def admit(self, request: AdmitRequest) -> str | Refused:
+        """Ask for a lease, waiting in line; return the engine's id or why not. Raises ManagerLostError."""
+        if self._stub is None:
+            raise ManagerLostError("the cache manager is not connected")
+        call = self._stub.Admit(admit_request_to_pb(request), metadata=self._metadata())
+        answering = asyncio.ensure_future(_answer(call))
+        losing = asyncio.create_task(self._down.wait())
+        try:
+            await asyncio.wait((answering, losing), return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                raise ManagerLostError("the cache manager was lost while the request waited for it")
+            return outcome_from_pb(request.lease_id, answering.result())
+        finally:
+            call.cancel()
+            losing.cancel()
+            answering.cancel()
+            await asyncio.wait((answering, losing))
+
+    async def watch(self) -> AsyncGenerator[ViewChange]:
+        """Yield the cluster's whole state, then what changes; raises ManagerLostError when the manager is lost."""
+        if self._stub is None:
+            raise ManagerLostError("the cache manager is not connected")
+        call = self._stub.Watch(pb.WatchRequest(), metadata=self._metadata())
+        try:
+            async for message in call:
+                yield change_from_pb(message)
+        except grpc.RpcError as error:
+            raise ManagerLostError(f"the cache manager was lost: {error}") from error
+        finally:
+            call.cancel()
+
+    def release(self, lease_id: str) -> None:
+        """Give a lease back, as soon as the manager can be reached."""
+        self._to_release.add(lease_id)
+        self._release_now.set()
+
+    async def run(self) -> None:
+        """Connect and reconnect until cancelled."""
+        last_reason = ""
+        while True:
+            try:
+                await self._serve_connection(await self._find())
+            except* (ManagerLostError, grpc.RpcError) as errors:
+                if (reason := str(errors.exceptions[0])) != last_reason:
+                    logger.warning("no cache manager: %s", reason)
+                    last_reason = reason
+            finally:
+                self._stub = None
+                self._up.clear()
+                self._down.set()
+            await asyncio.sleep(_RETRY_S)
+
+    async def _serve_connection(self, address: ManagerAddress) -> None:
+        async with open_channel(address, self._tls) as channel:
+            stub = pb_grpc.CacheManagerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
+            self._address = address
+            await self._beat(stub)
+            logger.info("connected to the cache manager at %s", address.target)
+            self._stub = stub
+            self._down.clear()
+            self._up.set()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._keep_beating(stub))
+                group.create_task(self._keep_releasing(stub))
+
+    async def _keep_beating(self, stub: pb_grpc.CacheManagerServiceStub) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await self._beat(stub)
+
+    async def _beat(self, stub: pb_grpc.CacheManagerServiceStub) -> None:
+        request = pb.RenewRequest(router_id=self._router_id, leases=map(record_to_pb, self._records()))
+        response = await stub.Renew(request, timeout=BEAT_TIMEOUT_S, metadata=self._metadata())
+        self.shares = {
+            name: SafeShare(share.blocks, share.max_running if share.HasField("max_running") else None)
+            for name, share in response.shares.items()
+        }
+
+    async def _keep_releasing(self, stub: pb_grpc.CacheManagerServiceStub) -> None:
+        while True:
+            await self._release_now.wait()
+            self._release_now.clear()
+            batch = sorted(self._to_release)
+            try:
+                await stub.Release(
+                    pb.ReleaseRequest(lease_ids=batch), timeout=BEAT_TIMEOUT_S, metadata=self._metadata()
+                )
+            except grpc.RpcError:
+                self._release_now.set()  # again, with the next connection
+                raise
+            self._to_release.difference_update(batch)
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        assert self._address, "a connection has an address"
+        return self._address.metadata
+
+
+async def _answer(call: grpc.aio.UnaryUnaryCall[pb.AdmitRequest, pb.AdmitResponse]) -> pb.AdmitResponse:
+    try:
+        return await call
+    except grpc.RpcError as error:
+        raise ManagerLostError(f"the cache manager did not answer: {error}") from error

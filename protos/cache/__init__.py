@@ -1,0 +1,1 @@
+"""Between the cache manager, routers, engines and operators."""

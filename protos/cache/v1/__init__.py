@@ -1,0 +1,1 @@
+"""Version 1 of the control plane: kvorum.cache.v1."""

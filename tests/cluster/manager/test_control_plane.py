@@ -1,0 +1,186 @@
+"""Who may talk to the cache manager, what operators see of it, and what tenants do not."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from kvorum.cluster.certs_command import run as run_certs
+from kvorum.cluster.config import ClusterConfig
+from kvorum.cluster.manager.channel import ManagerAddress, ManagerLostError, open_channel
+from kvorum.cluster.manager.tls import read_tls
+from kvorum.cluster.manager.types import AdmitRequest, Refused
+from kvorum.cluster.manager.watching import ViewChange
+from kvorum.cluster.manager.wire import admit_request_to_pb
+from kvorum.cluster.manager_link import ManagerLink
+from kvorum.cluster.tenants import DEFAULT_TENANT, Tenant, hash_key
+from kvorum.protos.cache.v1 import cache_pb2 as pb
+from kvorum.protos.cache.v1 import cache_pb2_grpc as pb_grpc
+from kvtest.managed import ManagedCluster, managed_cluster
+from kvtest.servers import http_client
+from kvtest.waiting import eventually
+
+
+def run(scenario: Callable[[ManagedCluster], Awaitable[None]], config: ClusterConfig | None = None) -> None:
+    async def main() -> None:
+        async with managed_cluster(config) as cluster:
+            await scenario(cluster)
+
+    asyncio.run(main())
+
+
+def tenants(**settings: Tenant) -> ClusterConfig:
+    return ClusterConfig(
+        tenants={
+            name: tenant.model_copy(update={"api_key_sha256": (hash_key(name),)}) for name, tenant in settings.items()
+        }
+    )
+
+
+async def _codes_without(metadata: tuple[tuple[str, str], ...], address: ManagerAddress) -> list[grpc.StatusCode]:
+    """Make every call of the control plane and return how each one fails."""
+    async with grpc.aio.insecure_channel(address.target) as channel:
+        stub: Any = pb_grpc.CacheManagerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
+        calls = [
+            stub.Admit(pb.AdmitRequest(lease_id="x", tenant=DEFAULT_TENANT, sequence_blocks=[1]), metadata=metadata),
+            stub.Renew(pb.RenewRequest(router_id="x"), metadata=metadata),
+            stub.Release(pb.ReleaseRequest(lease_ids=["x"]), metadata=metadata),
+            stub.Watch(pb.WatchRequest(), metadata=metadata),
+            stub.Coordinate(metadata=metadata),
+        ]
+        return [await call.code() for call in calls]
+
+
+@pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),), (("authorization", "Bearer "),)])
+def test_no_call_is_answered_without_the_token(metadata: tuple[tuple[str, str], ...]) -> None:
+    async def scenario(cluster: ManagedCluster) -> None:
+        codes = await _codes_without(metadata, await cluster.manager.find())
+        assert codes == [grpc.StatusCode.UNAUTHENTICATED] * 5
+
+    run(scenario)
+
+
+def test_mutual_tls_carries_everything_and_takes_nobody_without_a_certificate(tmp_path: Path) -> None:
+    for name in ("ours", "theirs"):
+        assert run_certs(argparse.Namespace(folder=tmp_path / name, days=1)) == 0
+
+    async def scenario(cluster: ManagedCluster) -> None:
+        async with http_client(cluster) as client:
+            response = await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 5})
+            assert response.json()["choices"][0]["text"] == "abcab"
+        address = await cluster.manager.find()
+        for tls in (None, read_tls(tmp_path / "theirs")):
+            async with open_channel(address, tls) as channel:
+                stub: Any = pb_grpc.CacheManagerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
+                call = stub.Renew(pb.RenewRequest(router_id="x"), metadata=address.metadata, timeout=5)
+                assert await call.code() is grpc.StatusCode.UNAVAILABLE
+
+    run(scenario, ClusterConfig(control_tls=tmp_path / "ours"))
+
+
+def test_operators_see_the_cluster_and_tenants_do_not() -> None:
+    config = tenants(acme=Tenant(), ops=Tenant(is_operator=True))
+
+    async def scenario(cluster: ManagedCluster) -> None:
+        async with http_client(cluster) as client:
+            for route in ("/operator/cluster", "/operator/cluster/watch"):
+                assert (await client.get(route)).status_code == 401
+                refused = await client.get(route, headers={"Authorization": "Bearer acme"})
+                assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+            seen = (await client.get("/operator/cluster", headers={"Authorization": "Bearer ops"})).json()
+            assert [engine["engine_id"] for engine in seen["engines"]] == ["engine-0"]
+            assert {tenant["tenant"] for tenant in seen["tenants"]} == {"acme", "ops"}
+            assert seen["drift_blocks"] == 0
+
+    run(scenario, config)
+
+
+def test_a_watch_begins_with_everything_and_goes_on_with_what_changes() -> None:
+    async def scenario(cluster: ManagedCluster) -> None:
+        watching = cluster.frontend.watch_cluster(tenant=DEFAULT_TENANT)
+        first = await anext(watching)
+        assert [engine.engine_id for engine in first.engines] == ["engine-0"]
+        async with http_client(cluster) as client:
+            await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 5})
+        second = await anext(watching)
+        assert [tenant.admitted_total for tenant in second.tenants] == [1]
+        await watching.aclose()
+
+    run(scenario)
+
+
+async def _read_all(changes: AsyncIterator[ViewChange]) -> None:
+    async for _ in changes:
+        pass
+
+
+def test_a_watch_ends_with_an_error_when_the_manager_is_lost() -> None:
+    async def scenario(cluster: ManagedCluster) -> None:
+        watching = cluster.frontend.watch_cluster(tenant=DEFAULT_TENANT)
+        await anext(watching)
+        await cluster.manager.kill()
+        with pytest.raises(ManagerLostError):
+            await _read_all(watching)
+        await eventually(lambda: not cluster.frontend._managed.link.is_up)  # type: ignore[union-attr]
+        async with http_client(cluster) as client:
+            lost = await client.get("/operator/cluster")
+        assert (lost.status_code, lost.json()["error"]["code"]) == (503, "manager_lost")
+
+    run(scenario)
+
+
+def test_the_same_question_twice_gets_one_lease() -> None:
+    async def scenario(cluster: ManagedCluster) -> None:
+        address = await cluster.manager.find()
+        request = admit_request_to_pb(AdmitRequest("same", DEFAULT_TENANT, (5,), 80, 1.0))
+        async with open_channel(address, None) as channel:
+            stub: Any = pb_grpc.CacheManagerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
+            answers = [await stub.Admit(request, metadata=address.metadata) for _ in range(3)]
+            assert {answer.grant.engine_id for answer in answers} == {"engine-0"}
+            assert cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 5
+            for _ in range(2):
+                await stub.Release(pb.ReleaseRequest(lease_ids=["same", "never"]), metadata=address.metadata)
+            assert cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 0
+
+    run(scenario)
+
+
+def test_a_lease_that_nobody_uses_or_renews_is_taken_back() -> None:
+    async def scenario(cluster: ManagedCluster) -> None:
+        link = ManagerLink(cluster.manager.find, router_id="gone", records=list)
+        running = asyncio.create_task(link.run())
+        await eventually(lambda: link.is_up)
+        answer = await link.admit(AdmitRequest("forgotten", DEFAULT_TENANT, (5,), 80, 1.0))
+        assert not isinstance(answer, Refused)
+        running.cancel()
+        await eventually(lambda: cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 0)
+
+    run(scenario)
+
+
+def test_receipts_and_errors_name_nothing_of_other_tenants() -> None:
+    config = tenants(acme=Tenant(), secretive=Tenant())
+
+    async def scenario(cluster: ManagedCluster) -> None:
+        async with http_client(cluster) as client:
+            for name in ("secretive", "acme"):
+                answer = await client.post(
+                    "/v1/completions",
+                    json={"prompt": "abc" * 30, "max_tokens": 5},
+                    headers={"Authorization": f"Bearer {name}"},
+                )
+                receipt = answer.json()["kvorum"]
+                assert receipt["prompt_tokens_cached"] == 0
+            assert "secretive" not in json.dumps(answer.json())
+            metrics = (await client.get("/metrics")).text
+            assert "secretive" not in metrics
+
+    run(scenario, config)
