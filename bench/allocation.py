@@ -61,12 +61,13 @@ def main() -> None:
     """Run the trials and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=4)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first trial")
     parser.add_argument("--pages", type=int, nargs="+", default=[8, 16], help="pages a sequence, on average")
     parser.add_argument("--policy", default="h2o_avg")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found: dict[str, list[list[float]]] = {}
-    for trial in range(args.trials):
+    for trial in range(args.first, args.first + args.trials):
         pieces = make_pieces(random.Random(trial))
         bidders = asyncio.run(measure_bidders(pieces, args.policy))
         shares = {

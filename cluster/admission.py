@@ -8,7 +8,7 @@ idempotent by the lease's id.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvorum.cluster.engine_status import EngineStatus
@@ -25,13 +25,15 @@ RETRY_AFTER_S = 1.0
 class Demand:
     """What a request asks of an engine: its sequences' tokens (prompt and answer), all under the same KV params.
 
-    least_tokens: what its tenant lets elastic sequences be shrunk to. max_wait_s: how long it may stand in line.
-    prompt, cache_salt: of the first sequence, by which an engine that has it cached is found.
+    expected_tokens: of each sequence, what to reserve for; less than context_tokens where the client left the answer's
+    length open. least_tokens: what its tenant lets elastic sequences be shrunk to. max_wait_s: how long it may stand in
+    line. prompt, cache_salt: of the first sequence, by which an engine that has it cached is found.
     """
 
     lease_id: str
     tenant: str
     context_tokens: tuple[int, ...]
+    expected_tokens: tuple[int, ...]
     kv: KVParams
     least_tokens: int = 128
     priority: int = 0
@@ -51,18 +53,19 @@ class Demand:
                 max(MIN_BUDGET_TOKENS, self.least_tokens)
                 if is_elastic
                 else resolve_budget(policy, self.kv.kv_budget, context_tokens=context_tokens),
-                context_tokens=context_tokens,
+                context_tokens=expected_tokens,
                 min_retained_mass=0.0 if is_elastic else self.kv.min_retained_mass,
                 block_size=block_size,
             )
-            for context_tokens in self.context_tokens
+            for context_tokens, expected_tokens in zip(self.context_tokens, self.expected_tokens, strict=True)
         )
 
     def blocks_alone(self, block_size: int) -> int:
         """Return the blocks that its largest sequence may need even alone in an empty pool."""
         if self.kv.min_retained_mass > 0.0:
             return blocks_for(max(self.context_tokens), block_size)
-        return max(self.sequence_blocks(block_size))
+        whole = replace(self, expected_tokens=self.context_tokens)
+        return max(whole.sequence_blocks(block_size))
 
 
 @dataclass(frozen=True, slots=True)

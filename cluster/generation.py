@@ -190,7 +190,8 @@ class _Run:
         return Demand(
             lease_id=f"{request.tenant}/{request.request_id}~{self._num_attempts}",
             tenant=request.tenant,
-            context_tokens=tuple(sequence.context_tokens for sequence in self._open),
+            context_tokens=tuple(sequence.context_tokens() for sequence in self._open),
+            expected_tokens=tuple(sequence.context_tokens(request.expected_answer_tokens) for sequence in self._open),
             kv=first.kv,
             least_tokens=first.terms.least_tokens,
             priority=first.priority,
@@ -305,10 +306,12 @@ class _Sequence:
 
         self._detokenizer = IncrementalDetokenizer(decode, context=sequence.prompt_token_ids)
 
-    @property
-    def context_tokens(self) -> int:
-        """Tokens of prompt and answer at most."""
-        return len(self.planned.prompt_token_ids) + self.planned.sampling.max_tokens
+    def context_tokens(self, expected_answer_tokens: int | None = None) -> int:
+        """Return the tokens of prompt and answer, the latter as long as it may get or as is expected."""
+        answer = self.planned.sampling.max_tokens
+        if expected_answer_tokens is not None:
+            answer = min(answer, expected_answer_tokens + len(self._token_ids))
+        return len(self.planned.prompt_token_ids) + answer
 
     def attempt(self, number: int, lease: Lease, reserved_blocks: int, *, timeout_s: float) -> EngineRequest:
         """Return what to send to an engine: the sequence, as far as it has come, under an id of this attempt's own."""

@@ -75,7 +75,8 @@ class ManagerLink:
         losing = asyncio.create_task(self._down.wait())
         try:
             await asyncio.wait((answering, losing), return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
+            # A channel that is closed cancels its calls.
+            if not answering.done() or answering.cancelled():
                 raise ManagerLostError("the cache manager was lost while the request waited for it")
             return outcome_from_pb(request.lease_id, answering.result())
         finally:

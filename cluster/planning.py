@@ -15,12 +15,17 @@ from kvorum.kvstore.errors import ContextLengthError, InvalidRequestError, Model
 from kvorum.kvstore.policies import parse_policy, resolve_budget
 from kvorum.workers.request import EngineRequest, KVParams, RequestId, SamplingParams
 
+# Of an answer whose length the client left open room for so many tokens is reserved; most end sooner.
+OPEN_ANSWER_TOKENS = 512
 _SEED_MASK = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One client request, ready for an engine: a sequence for each choice of each prompt, in answer order."""
+    """One client request, ready for an engine: a sequence for each choice of each prompt, in answer order.
+
+    expected_answer_tokens: of each sequence, where the client left its length open.
+    """
 
     request_id: RequestId
     tenant: str
@@ -29,6 +34,7 @@ class GenerationRequest:
     stop: tuple[str, ...]
     skip_special_tokens: bool
     timeout_s: float
+    expected_answer_tokens: int | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -111,6 +117,7 @@ def plan_generation(fields: SamplingFields, prompting: Prompting, around: Surrou
         stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
         skip_special_tokens=fields.skip_special_tokens is not False,
         timeout_s=config.request_timeout_s,
+        expected_answer_tokens=OPEN_ANSWER_TOKENS if prompting.max_tokens is None else None,
     )
 
 

@@ -28,7 +28,7 @@ def admission_of(*statuses: EngineStatus) -> LocalAdmission:
 
 
 def demand(name: str = "r", *, tokens: int = 100, sequences: int = 1, kv: KVParams | None = None) -> Demand:
-    return Demand(name, "tenant", (tokens,) * sequences, kv or KVParams())
+    return Demand(name, "tenant", (tokens,) * sequences, (tokens,) * sequences, kv or KVParams())
 
 
 def admit(admission: LocalAdmission, *demands: Demand) -> list[str]:
@@ -127,6 +127,12 @@ def test_an_elastic_request_reserves_its_least_and_one_with_a_floor_must_fit_who
     assert with_floor.blocks_alone(16) == 100
     assert demand(tokens=1600).sequence_blocks(16) == (100,)
     assert replace(demand(tokens=1600, kv=KVParams("h2o")), least_tokens=16).sequence_blocks(16) == (2,)
+
+
+def test_an_answer_of_open_length_reserves_what_is_expected_but_must_fit_whole() -> None:
+    open_ended = replace(demand(tokens=1600), expected_tokens=(160,))
+    assert open_ended.sequence_blocks(16) == (10,)
+    assert open_ended.blocks_alone(16) == 100
 
 
 @given(st.lists(st.tuples(st.sampled_from(["admit", "release"]), st.integers(0, 9), st.integers(1, 4)), max_size=40))

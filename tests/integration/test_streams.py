@@ -133,13 +133,14 @@ def test_cancelling_a_grpc_call_frees_its_blocks(cluster: ClusterUnderTest) -> N
 def test_deadlines_end_requests_in_either_protocol(cluster: ClusterUnderTest) -> None:
     stub = stub_of(cluster)
     with pytest.raises(grpc.RpcError) as by_client:
-        list(stub.Generate(request(max_tokens=3000), metadata=METADATA, timeout=0.3))
+        list(stub.Generate(request(max_tokens=1000), metadata=METADATA, timeout=0.3))
     assert by_client.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     cluster.wait_until_idle(timeout_s=2.0)
     with ThreadPoolExecutor() as threads:
-        by_server = threads.submit(list, stub.Generate(request(max_tokens=3000), metadata=METADATA)).exception
-        whole = threads.submit(cluster.completion, max_tokens=3000).result
-        streamed = threads.submit(cluster.completion, max_tokens=3000, stream=True).result
+        # All three find room at once, so that each is in the middle of its answer when its time is over.
+        by_server = threads.submit(list, stub.Generate(request(max_tokens=1000), metadata=METADATA)).exception
+        whole = threads.submit(cluster.completion, max_tokens=1000).result
+        streamed = threads.submit(cluster.completion, max_tokens=1000, stream=True).result
         error: Unchecked = by_server()
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert details_of(error)["ErrorInfo"].reason == "TIMEOUT"
@@ -153,11 +154,11 @@ def test_deadlines_end_requests_in_either_protocol(cluster: ClusterUnderTest) ->
 def test_overload_is_answered_at_once_in_either_protocol(cluster: ClusterUnderTest) -> None:
     cluster.wait_until_idle()
     stub = stub_of(cluster)
-    running = [stub.Generate(request(max_tokens=700), metadata=METADATA) for _ in range(16)]
-    for call in running:
-        next(call)
-    waiting = [stub.Generate(request(max_tokens=700), metadata=METADATA) for _ in range(16)]
-    while cluster.metrics()["kvorum_num_requests_waiting"] < 16:
+    # One request reserves the whole pool until its deadline, others fill the tenant's line.
+    running = [stub.Generate(request(max_tokens=4000), metadata=METADATA)]
+    next(running[0])
+    waiting = [stub.Generate(request(max_tokens=4000), metadata=METADATA) for _ in range(16)]
+    while cluster.http.get("/operator/cluster").json()["tenants"][0]["num_waiting"] < 16:
         time.sleep(0.02)
     refused = cluster.completion()
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "kv_capacity_exhausted")

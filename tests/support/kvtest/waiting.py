@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 
-async def eventually(condition: Callable[[], bool], *, timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], *, timeout_s: float = 15.0) -> None:
     """Return once condition() holds; fail when it does not within timeout_s."""
     async with asyncio.timeout(timeout_s):
         while not condition():
