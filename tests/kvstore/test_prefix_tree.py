@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
 from hypothesis import given
@@ -25,10 +25,10 @@ class Rig:
         self.tree = PrefixTree(self.pool, block_size=BLOCK_SIZE)
         self.held: list[list[BlockId]] = []
 
-    def compute(self, tokens: Sequence[int], *, salt: str = "") -> list[BlockId]:
+    def compute(self, tokens: Sequence[int], *, salt: str = "", tenant: str = "") -> list[BlockId]:
         """Fill fresh blocks with the tokens and publish the full ones; the sequence goes on holding them."""
         blocks = self.pool.allocate(-(-len(tokens) // BLOCK_SIZE))
-        self.tree.publish(tokens, blocks[: len(tokens) // BLOCK_SIZE], salt=salt)
+        self.tree.publish(tokens, blocks[: len(tokens) // BLOCK_SIZE], salt=salt, tenant=tenant)
         self.held.append(blocks)
         return blocks
 
@@ -36,18 +36,18 @@ class Rig:
         self.held.remove(blocks)
         self.tree.release(blocks)
 
-    def cache(self, tokens: Sequence[int], *, salt: str = "") -> list[BlockId]:
-        blocks = self.compute(tokens, salt=salt)
+    def cache(self, tokens: Sequence[int], *, salt: str = "", tenant: str = "") -> list[BlockId]:
+        blocks = self.compute(tokens, salt=salt, tenant=tenant)
         self.let_go(blocks)
         return blocks
 
     def found(self, tokens: Sequence[int], *, salt: str = "") -> list[BlockId]:
         return [node.block_id for node in self.tree.match(tokens, salt=salt)]
 
-    def evict(self, count: int) -> list[BlockId]:
+    def evict(self, count: int, *, first: Collection[str] = ()) -> list[BlockId]:
         """Return the blocks that became free, first to last."""
         num_free = self.pool.num_free
-        self.tree.evict(count)
+        self.tree.evict(count, first=first)
         freed = self.pool.allocate(self.pool.num_free - num_free)  # the last one freed comes first
         self.pool.release(reversed(freed))
         return freed[::-1]
@@ -238,6 +238,37 @@ class TestEvict:
         rig.cache([1, 2], salt="a")
         rig.evict(1)
         assert rig.tree._roots == {}
+
+
+class TestTenants:
+    def test_leaves_of_tenants_that_go_first_go_before_older_ones_of_others(self, rig: Rig) -> None:
+        rig.cache([1, 2], tenant="old")
+        rig.cache([3, 4, 5, 6], tenant="red")
+        rig.cache([7, 8], tenant="blue")
+        assert rig.evict(1, first={"red"}) == [2]
+        assert rig.evict(2, first={"red"}) == [1, 0]
+        rig.audit()
+
+    def test_among_them_the_oldest_goes_first(self, rig: Rig) -> None:
+        rig.cache([1, 2], tenant="red")
+        rig.cache([3, 4], tenant="blue")
+        rig.cache([5, 6], tenant="red")
+        assert rig.evict(3, first={"red", "blue"}) == [0, 1, 2]
+
+    def test_a_block_above_another_tenants_is_no_leaf(self, rig: Rig) -> None:
+        rig.cache([1, 2], tenant="red")
+        rig.cache([1, 2, 3, 4], tenant="blue")
+        rig.cache([5, 6], tenant="blue")
+        assert rig.tree.unreferenced_by_tenant == {"red": 1, "blue": 2}
+        assert rig.found([1, 2, 3, 4]) == [0, 2]
+        assert rig.evict(1, first={"red"}) == [2]
+        assert rig.evict(1, first={"red"}) == [0]
+
+    def test_what_is_held_is_not_counted(self, rig: Rig) -> None:
+        blocks = rig.compute([1, 2], tenant="red")
+        assert rig.tree.unreferenced_by_tenant == {}
+        rig.let_go(blocks)
+        assert rig.tree.unreferenced_by_tenant == {"red": 1}
 
 
 class TestWithdraw:
