@@ -18,12 +18,11 @@ Invariants, which `audit` proves:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 
 from kvorum.kernels.plan import ShrinkRequest
-from kvorum.kvstore.blocks import BlockPool
-from kvorum.kvstore.opening import OpenRequest, PrefixHit, blocks_taken, find_prefix, score_cuts
+from kvorum.kvstore.opening import OpenRequest, PrefixHit, score_cuts
 from kvorum.kvstore.ops import (
     ClearVictims,
     CopyBlocks,
@@ -35,9 +34,10 @@ from kvorum.kvstore.ops import (
     SwapIn,
     SwapOut,
 )
-from kvorum.kvstore.prefix_tree import Node, PrefixTree
+from kvorum.kvstore.pool_view import PoolView
+from kvorum.kvstore.prefix_tree import Node
 from kvorum.kvstore.sequence import SequenceKV
-from kvorum.kvstore.types import BlockId, SeqId, SnapshotId, blocks_for
+from kvorum.kvstore.types import BlockId, SnapshotId, blocks_for
 
 
 class PreemptedBy(Enum):
@@ -47,7 +47,7 @@ class PreemptedBy(Enum):
     SWAP = "swap"  # moved to host memory with scores and positions
 
 
-class KVStore:
+class KVStore(PoolView):
     """Bookkeeping of one engine's pool; the engine's scheduler is its only caller.
 
     max_offloaded_blocks: host memory for preempted sequences that lost nothing; those that were evicted from cannot be
@@ -63,74 +63,15 @@ class KVStore:
         enable_prefix_caching: bool,
         max_offloaded_blocks: int = 0,
     ) -> None:
-        self.block_size = block_size
-        self._pool = BlockPool(num_blocks)
-        self._tree = PrefixTree(self._pool, block_size=block_size)
-        self.enable_prefix_caching = enable_prefix_caching
+        super().__init__(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
         self.max_offloaded_blocks = max_offloaded_blocks
         self.prefix_evicted_first: Collection[str] = ()
         self.prefix_evicted_blocks = 0
-        self._sequences: dict[SeqId, SequenceKV] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
         self._ops: list[MemoryOp] = []
         self._next_snapshot = 0
         self.prefix_queries_tokens = 0
         self.prefix_hits_tokens = 0
-
-    # What is where.
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool."""
-        return self._pool.num_blocks
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that nobody holds."""
-        return self._pool.num_free
-
-    @property
-    def num_cached(self) -> int:
-        """Unreferenced prefix blocks, free for the taking."""
-        return self._tree.num_unreferenced
-
-    @property
-    def num_held(self) -> int:
-        """Blocks that sequences hold."""
-        return self.num_blocks - self.num_free - self.num_cached
-
-    @property
-    def num_available(self) -> int:
-        """Blocks that can be had without taking them from a sequence."""
-        return self.num_free + self.num_cached
-
-    @property
-    def num_offloaded(self) -> int:
-        """Blocks' worth of host memory that moved sequences take."""
-        moved = (sequence.num_slots for sequence in self._sequences.values() if sequence.swapped)
-        return sum(blocks_for(num_slots, self.block_size) for num_slots in moved)
-
-    def held_by_tenant(self) -> Mapping[str, int]:
-        """Return the blocks that each tenant's sequences hold; one that several hold is the first one's."""
-        held: Counter[str] = Counter()
-        shared: set[BlockId] = set()
-        for sequence in self._sequences.values():
-            leading = sequence.block_ids[: sequence.num_shared]
-            held[sequence.tenant] += len(sequence.block_ids) - len(leading) + len(set(leading) - shared)
-            shared.update(leading)
-        return held
-
-    def cached_by_tenant(self) -> Mapping[str, int]:
-        """Return the unreferenced prefix blocks by the tenant that computed them."""
-        return self._tree.unreferenced_by_tenant
-
-    def open_sequences(self) -> list[SequenceKV]:
-        """Return the sequences that are open, swapped ones included."""
-        return list(self._sequences.values())
-
-    def cached_nodes(self) -> list[Node]:
-        """Return every cached block's node."""
-        return self._tree.nodes()
 
     def take_ops(self) -> tuple[MemoryOp, ...]:
         """Return the memory operations since the last call, to be carried out in order."""
@@ -188,15 +129,6 @@ class KVStore:
         self.prefix_queries_tokens += len(request.tokens)
         self.prefix_hits_tokens += sequence.num_cached_tokens
         return sequence
-
-    def blocks_to_open(self, request: OpenRequest) -> int:
-        """Return how many of the available blocks a sequence takes that is opened with room for all its tokens."""
-        return blocks_taken(self._tree, request, self._find_prefix(request), block_size=self.block_size)
-
-    def _find_prefix(self, request: OpenRequest) -> PrefixHit:
-        if not self.enable_prefix_caching:
-            return PrefixHit()
-        return find_prefix(self._tree, request, block_size=self.block_size)
 
     def _acquire(self, nodes: Sequence[Node]) -> list[BlockId]:
         self._tree.acquire(nodes)
@@ -315,17 +247,6 @@ class KVStore:
         sequence.num_slots = keep
         sequence.victim_pending = False
         return True
-
-    def gain_of_cut(self, sequence: SequenceKV, keep: int) -> int:
-        """Return how many more blocks would be available after a shrink to `keep`; negative when copies cost more."""
-        leading = sequence.block_ids[: sequence.num_shared]
-        own = len(sequence.block_ids) - sum(map(self._tree.is_shared, leading))
-        return own - blocks_for(keep, self.block_size)
-
-    def blocks_to_own(self, sequence: SequenceKV) -> int:
-        """Return how many blocks a sequence needs for copies before it may change what others hold too."""
-        leading = sequence.block_ids[: sequence.num_shared]
-        return len(leading) if any(map(self._tree.is_shared, leading)) else 0
 
     def lift_budget(self, sequence: SequenceKV) -> None:
         """Let a sequence that was held to a budget grow again; a pending victim lives on."""

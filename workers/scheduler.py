@@ -16,16 +16,18 @@ A step in which blocks are missing admits nobody.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvorum.kvstore.errors import InvalidRequestError
 from kvorum.kvstore.opening import OpenRequest
-from kvorum.kvstore.policies import Policy, parse_policy, resolve_budget
+from kvorum.kvstore.policies import parse_policy, resolve_budget
 from kvorum.kvstore.pricing import DEFAULT_RULE, Rule, RuleKind
 from kvorum.kvstore.sequence import SequenceKV
 from kvorum.kvstore.store import KVStore, PreemptedBy
 from kvorum.kvstore.types import SeqId, blocks_for
-from kvorum.workers.bidding import blocks_to_go_on, can_be_shrunk, holds_more_than_due
+from kvorum.workers import measuring
+from kvorum.workers.bidding import blocks_to_go_on, holds_more_than_due
 from kvorum.workers.governance import Directive, EngineReport, LadderStep
 from kvorum.workers.leases import LeaseBook
 from kvorum.workers.plan import BudgetQuery, CurveQuery, MassQuery, StepPlan, StepResult
@@ -35,9 +37,6 @@ from kvorum.workers.request import EngineRequest, FinishReason, RequestId, Reque
 from kvorum.workers.request_checks import RequestChecks
 from kvorum.workers.sequence import Sequence
 from kvorum.workers.step_builder import StepBuilder, chunk_row, decode_row
-
-# A sequence's retention curve is measured anew when it has grown by so many tokens.
-CURVE_PERIOD_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,45 +392,23 @@ class Scheduler:
         return outputs
 
     def budget_queries(self) -> dict[SeqId, BudgetQuery]:
-        """Return the cuts whose budget depends on a floor of retained mass: at a prompt's end, or for others."""
-        queries = {}
-        for sequence in self._running:
-            kv = _resident(sequence)
-            if sequence.wanted_budget is not None:
-                unpooled = replace(sequence.policy, pool_width=1)
-                queries[sequence.seq_id] = _budget_query(sequence, kv, unpooled, budget=sequence.wanted_budget)
-            elif sequence.prompt_done and sequence.keeps_floor and kv.over_budget and kv.budget is not None:
-                queries[sequence.seq_id] = _budget_query(sequence, kv, sequence.policy, budget=kv.budget)
-        return queries
+        """Return the cuts whose budget depends on a floor of retained mass."""
+        return measuring.budget_queries(self._running)
 
-    def set_budgets(self, budgets: dict[SeqId, int]) -> None:
+    def set_budgets(self, budgets: Mapping[SeqId, int]) -> None:
         """Take the answers to `budget_queries`."""
-        for sequence in self._running:
-            if sequence.seq_id not in budgets:
-                continue
-            if sequence.wanted_budget is not None:
-                sequence.granted_budget = budgets[sequence.seq_id]
-            else:
-                _resident(sequence).budget = budgets[sequence.seq_id]
+        measuring.set_budgets(self._running, budgets)
 
     def curve_queries(self) -> dict[SeqId, CurveQuery]:
-        """Return whose retention curves are needed: of elastic sequences, where the rule looks at them and soon may."""
-        if self._reclaimer.rule.kind is not RuleKind.PRICE or 2 * self._store.num_available >= self._store.num_blocks:
+        """Return whose retention curves are needed: the rule looks at them and the pool is scarce."""
+        is_scarce = 2 * self._store.num_available < self._store.num_blocks
+        if self._reclaimer.rule.kind is not RuleKind.PRICE or not is_scarce:
             return {}
-        queries = {}
-        for sequence in filter(can_be_shrunk, self._running):
-            kv = _resident(sequence)
-            is_old = not sequence.curve or kv.num_tokens - sequence.curve_tokens >= CURVE_PERIOD_TOKENS
-            if is_old and kv.rule is not None:
-                queries[sequence.seq_id] = CurveQuery(kv.residence, kv.rule, kv.num_tokens, self._store.block_size)
-        return queries
+        return measuring.curve_queries(self._running, block_size=self._store.block_size)
 
-    def set_curves(self, curves: dict[SeqId, tuple[float, ...]]) -> None:
+    def set_curves(self, curves: Mapping[SeqId, tuple[float, ...]]) -> None:
         """Take the answers to `curve_queries`."""
-        for sequence in self._running:
-            if sequence.seq_id in curves:
-                sequence.curve = curves[sequence.seq_id]
-                sequence.curve_tokens = _resident(sequence).num_tokens
+        measuring.set_curves(self._running, curves)
 
     def audit(self) -> None:
         """Prove that the store's accounting is exact and that it serves just these sequences; AssertionError if not."""
@@ -458,15 +435,4 @@ def _open_request(sequence: Sequence) -> OpenRequest:
         budget=sequence.budget,
         salt=sequence.request.cache_salt,
         tenant=sequence.tenant,
-    )
-
-
-def _budget_query(sequence: Sequence, kv: SequenceKV, policy: Policy, *, budget: int) -> BudgetQuery:
-    return BudgetQuery(
-        residence=kv.residence,
-        policy=policy,
-        floor=sequence.request.kv.min_retained_mass,
-        budget=budget,
-        prompt_tokens=sequence.num_prompt,
-        num_tokens=kv.num_tokens,
     )

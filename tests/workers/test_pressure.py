@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from kvorum.kvstore.types import blocks_for
 from kvorum.workers.governance import LadderStep, LeaseTerms
 from kvorum.workers.request import EngineRequest, KVParams
 from kvtest.cpu import cpu_backend
-from kvtest.engines import Answer, Recorder, request, rig
+from kvtest.engines import Answer, request, rig
 from kvtest.models import random_weights, reference_backend, tiny_spec
 
 BLOCK_SIZE = 16
@@ -24,15 +25,15 @@ def prompt_of(length: int, *, seed: int) -> list[int]:
     return torch.randint(0, 64, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def run(requests: Sequence[EngineRequest], **options: int | bool | str) -> tuple[dict[str, Answer], Recorder]:
+def run(requests: Sequence[EngineRequest], **options: int | bool | str) -> dict[str, Answer]:
     spec = tiny_spec(num_heads=6, num_kv_heads=2)
 
-    async def go() -> tuple[dict[str, Answer], Recorder]:
+    async def go() -> dict[str, Answer]:
         backend = reference_backend(spec, random_weights(spec))
-        async with rig(backend, **{"num_blocks": 200, "max_num_seqs": 18} | options) as it:  # type: ignore[arg-type]
+        async with rig(backend, **{"num_blocks": 200, "max_num_seqs": 18, "note_kept": False} | options) as it:  # type: ignore[arg-type]
             answers = await it.run(requests)
             assert it.engine.report().held_blocks == 0
-            return answers, it.recorder
+            return answers
 
     return asyncio.run(go())
 
@@ -52,12 +53,17 @@ def crowd() -> list[EngineRequest]:
     return items
 
 
+@cache
+def undisturbed() -> dict[str, Answer]:
+    """Return the answers in a pool with room for all."""
+    return run(crowd())
+
+
 @pytest.mark.parametrize("allocation", ["same_cap", "proportional", "price", "price:alpha=1"])
 def test_in_a_third_of_the_pool_full_answers_do_not_change_and_nobody_is_preempted(allocation: str) -> None:
     items = crowd()
     assert sum(item.terms.reserved_blocks for item in items) <= 60
-    undisturbed, _ = run(items)
-    answers, _ = run(items, num_blocks=60, allocation=allocation)
+    answers = run(items, num_blocks=60, allocation=allocation)
     for item in items:
         answer, receipt = answers[item.request_id], answers[item.request_id].receipt
         assert receipt is not None
@@ -65,7 +71,7 @@ def test_in_a_third_of_the_pool_full_answers_do_not_change_and_nobody_is_preempt
         assert receipt.preemptions == 0
         assert receipt.retained_mass >= item.kv.min_retained_mass - 1e-9
         if item.kv.policy == "full":
-            assert answer.token_ids == undisturbed[item.request_id].token_ids
+            assert answer.token_ids == undisturbed()[item.request_id].token_ids
             assert (receipt.shrinks, receipt.kv_tokens_evicted) == (0, 0)
     assert sum(answer.receipt.shrinks for answer in answers.values() if answer.receipt) > 0
 
@@ -80,11 +86,10 @@ def test_a_sequence_that_lost_nothing_comes_back_from_host_memory_as_it_was(poli
 
     async def go(items: Sequence[EngineRequest], num_blocks: int) -> tuple[dict[str, Answer], int]:
         weights = random_weights(spec)
-        options = {"num_blocks": num_blocks, "max_offloaded_blocks": 8}
         whole = (
-            rig(cpu_backend(spec, weights), **options)
+            rig(cpu_backend(spec, weights), num_blocks=num_blocks, max_offloaded_blocks=8)
             if on_cpu_kernels
-            else rig(reference_backend(spec, weights), **options)
+            else rig(reference_backend(spec, weights), num_blocks=num_blocks, max_offloaded_blocks=8)
         )
         async with whole as it:
             answers = await it.run(items)
