@@ -15,8 +15,9 @@ _COUNTS = st.integers(0, 3)
 @st.composite
 def views(draw: st.DrawFn) -> ClusterView:
     def engine(name: str) -> EngineView:
-        counts = draw(st.tuples(*[_COUNTS] * 6))
-        return EngineView(name, *counts, price=draw(st.floats(0, 2)), reclaimed={"shrink": draw(_COUNTS)})
+        total, held, reserved, cached, free, leases = draw(st.tuples(*[_COUNTS] * 6))
+        price, reclaimed = draw(st.floats(0, 2)), {"shrink": draw(_COUNTS)}
+        return EngineView(name, total, held, reserved, cached, free, leases, price, reclaimed)
 
     def tenant(name: str) -> TenantView:
         held, reserved, cached, floor, running, waiting, admitted = draw(st.tuples(*[_COUNTS] * 7))

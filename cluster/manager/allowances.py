@@ -1,0 +1,177 @@
+"""What engines were told that tenants' elastic sequences may hold, and what they may still believe. Pure.
+
+An engine goes by a directive until it has a later one, and the manager knows of that only by its acknowledgement. So an
+allowance counts as the largest of: the last acknowledged, all that were sent since, and the one to be sent next.
+Lowering takes effect with the acknowledgement; raising uses only what is certainly left. Hence the sum over engines
+never exceeds a tenant's room, whatever is lost or late.
+
+An engine that has not yet acknowledged a directive of its present connection may go by anything: it is unsettled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from kvorum.workers.governance import Directive
+
+# A change smaller than this part of an allowance is not worth a directive.
+_CLOSE = 8
+
+
+@dataclass(slots=True)
+class _Link:
+    """What one engine was told. told: of each tenant the most that it may believe, `wanted` included."""
+
+    is_settled: bool = False
+    acknowledged: Mapping[str, int] = field(default_factory=dict)
+    sent: deque[Directive] = field(default_factory=deque)
+    last: Directive | None = None
+    wanted: dict[str, int] = field(default_factory=dict)
+    told: dict[str, int] = field(default_factory=dict)
+
+    def exposure(self, tenant: str) -> int:
+        """Return the most that the engine may believe of a tenant."""
+        known = (self.acknowledged, self.wanted, *(directive.allowances for directive in self.sent))
+        return max(allowances.get(tenant, 0) for allowances in known)
+
+
+class Allowances:
+    """Allowances and directives of all engines; `limited` are the tenants that have a ceiling."""
+
+    def __init__(self, limited: Collection[str]) -> None:
+        self._limited = frozenset(limited)
+        self._links: dict[str, _Link] = {}
+        self._told: Counter[str] = Counter()
+        self._unsettled: dict[str, None] = {}
+        self._changed: dict[str, None] = {}
+
+    def set_limited(self, limited: Collection[str]) -> None:
+        """Take other tenants with ceilings; every engine must be told."""
+        if self._limited != (limited := frozenset(limited)):
+            self._limited = limited
+            for engine_id, link in self._links.items():
+                self._changed[engine_id] = None
+                self._check_settled(engine_id, link)
+
+    def connect(self, engine_id: str) -> None:
+        """Start anew with an engine, which may go by what it was told before."""
+        before = self._links.get(engine_id, _Link())
+        names = {*before.acknowledged, *before.wanted, *before.told}
+        link = _Link(
+            acknowledged={name: before.exposure(name) for name in names}, wanted=before.wanted, told=before.told
+        )
+        self._links[engine_id] = link
+        self._unsettled[engine_id] = None
+        self._changed[engine_id] = None
+
+    def drop(self, engine_id: str) -> None:
+        """Forget an engine that is given up."""
+        link = self._links.pop(engine_id, None)
+        if link:
+            self._told.subtract(link.told)
+        self._unsettled.pop(engine_id, None)
+        self._changed.pop(engine_id, None)
+
+    def total(self, tenant: str) -> int:
+        """Return what a tenant's elastic sequences may hold in the whole cluster."""
+        return self._told[tenant]
+
+    def of(self, engine_id: str, tenant: str) -> int:
+        """Return what a tenant's elastic sequences may hold on an engine."""
+        return self._links[engine_id].told.get(tenant, 0)
+
+    def names(self, engine_id: str, tenant: str) -> bool:
+        """Whether an engine goes by a directive that limits a tenant."""
+        return self._links[engine_id].is_settled and tenant in self._links[engine_id].acknowledged
+
+    @property
+    def unsettled(self) -> Iterator[str]:
+        """Engines of which it is not known what they go by."""
+        return iter(self._unsettled)
+
+    def share(self, tenant: str, targets: Mapping[str, int], room: int) -> bool:
+        """Approach new allowances of a tenant, raising only into room; return whether all are reached."""
+        is_over = self._told[tenant] > room
+        links = {engine_id: self._links[engine_id] for engine_id in targets if engine_id in self._links}
+        rising = []
+        for engine_id, link in links.items():
+            target, wanted = targets[engine_id], link.wanted.get(tenant, 0)
+            if target > wanted and not _is_close(target, wanted):
+                rising.append(engine_id)
+            elif target < wanted and (is_over or not _is_close(target, wanted)):
+                self._want(engine_id, tenant, target)
+        is_reached = True
+        for engine_id in rising:
+            link, target = links[engine_id], targets[engine_id]
+            possible = link.exposure(tenant) + max(0, room - self._told[tenant])
+            if min(target, possible) > link.wanted.get(tenant, 0):
+                self._want(engine_id, tenant, min(target, possible))
+            is_reached = is_reached and target <= possible
+        return is_reached
+
+    def touch(self, engine_id: str) -> None:
+        """Look at an engine again when directives are next taken: what it should reclaim may have changed."""
+        if engine_id in self._links:
+            self._changed[engine_id] = None
+
+    def take_directives(self, reclaim_of: Callable[[str], int | None]) -> dict[str, Directive]:
+        """Return new directives of engines for which something changed; reclaim_of is None while not connected."""
+        taken = {}
+        for engine_id in self._changed:
+            link, reclaim = self._links[engine_id], reclaim_of(engine_id)
+            if reclaim is None:
+                continue
+            allowances = {tenant: link.wanted.get(tenant, 0) for tenant in sorted(self._limited)}
+            if link.last and (link.last.allowances, link.last.reclaim_blocks) == (allowances, reclaim):
+                continue
+            directive = Directive(link.last.number + 1 if link.last else 1, allowances, reclaim)
+            link.last = directive
+            link.sent.append(directive)
+            taken[engine_id] = directive
+        self._changed.clear()
+        return taken
+
+    def acknowledge(self, engine_id: str, number: int) -> bool:
+        """Take an engine's word that it goes by a directive; return whether that is news."""
+        link = self._links.get(engine_id)
+        if not link or not link.sent or link.sent[0].number > number:
+            return False
+        while link.sent and link.sent[0].number <= number:
+            link.acknowledged = link.sent.popleft().allowances
+        link.is_settled = True
+        self._check_settled(engine_id, link)
+        for tenant in tuple(link.told):
+            self._tell(link, tenant)
+        return True
+
+    def audit(self) -> None:
+        """Raise AssertionError where the sums are not those of their parts."""
+        told: Counter[str] = Counter()
+        for engine_id, link in self._links.items():
+            for tenant, blocks in link.told.items():
+                assert blocks == link.exposure(tenant), f"{engine_id}: allowance of {tenant}"
+            told.update(link.told)
+        assert told == self._told, "allowances of the cluster"
+
+    def _want(self, engine_id: str, tenant: str, blocks: int) -> None:
+        link = self._links[engine_id]
+        link.wanted[tenant] = blocks
+        self._changed[engine_id] = None
+        self._tell(link, tenant)
+
+    def _tell(self, link: _Link, tenant: str) -> None:
+        exposure = link.exposure(tenant)
+        self._told[tenant] += exposure - link.told.get(tenant, 0)
+        link.told[tenant] = exposure
+
+    def _check_settled(self, engine_id: str, link: _Link) -> None:
+        if link.is_settled and self._limited <= link.acknowledged.keys():
+            self._unsettled.pop(engine_id, None)
+        else:
+            self._unsettled[engine_id] = None
+
+
+def _is_close(target: int, wanted: int) -> bool:
+    return abs(target - wanted) * _CLOSE <= max(target, wanted)

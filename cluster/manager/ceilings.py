@@ -1,0 +1,103 @@
+"""What tenants have at most: reserved blocks and elastic allowances together stay below each ceiling. Pure.
+
+Allowances follow demand once in SHARE_PERIOD_S, by price (shares.py); where they are in the way of a request they are
+lowered at once, and the request waits until the engines have acknowledged that. So that most requests need not wait, a
+part of the ceiling is never given away as allowances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from kvorum.cluster.manager.allowances import Allowances
+from kvorum.cluster.manager.ledger import Ledger, in_blocks
+from kvorum.cluster.manager.shares import Demand, split
+from kvorum.cluster.manager.types import TenantLimits
+from kvorum.workers.governance import EngineReport, TenantUse
+
+SHARE_PERIOD_S = 1.0
+_FREE_PART = 16
+
+
+class Ceilings:
+    """Ceilings of all tenants that have one; `allowances` are what follows from them."""
+
+    def __init__(self, ledger: Ledger, tenants: Collection[TenantLimits]) -> None:
+        self._ledger = ledger
+        self._limits = _ceilings(tenants)
+        self.allowances = Allowances(self._limits)
+        # Tenants to be shared anew, with the blocks that the head of their line lacks, and when each last was.
+        self._due = dict.fromkeys(self._limits, 0)
+        self._shared_s: dict[str, float] = {}
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """Those that have a ceiling."""
+        return self._limits.keys()
+
+    def set_tenants(self, tenants: Collection[TenantLimits]) -> None:
+        """Take new ceilings."""
+        self._limits = _ceilings(tenants)
+        self.allowances.set_limited(self._limits)
+        self._due = dict.fromkeys(self._limits, 0)
+
+    def blocks_of(self, tenant: str) -> int | None:
+        """Return a tenant's ceiling; None is none."""
+        limit = self._limits.get(tenant)
+        return None if limit is None else in_blocks(limit, self._ledger.total_blocks)
+
+    def admits(self, tenant: str, blocks: int) -> bool:
+        """Whether a tenant may reserve more; where allowances are in the way they will be lowered."""
+        ceiling = self.blocks_of(tenant)
+        if ceiling is None:
+            return True
+        left = ceiling - self._ledger.reserved[tenant]
+        if blocks > left:
+            return False
+        self._due.setdefault(tenant, 0)
+        if blocks <= left - self.allowances.total(tenant) and not self._is_unsettled(tenant):
+            return True
+        self._due[tenant] = max(self._due[tenant], blocks)
+        return False
+
+    def compare_reports(self, before: EngineReport, after: EngineReport) -> None:
+        """Share anew what a report shows to be wanted elsewhere than before."""
+        for tenant in self._limits:
+            if _demand(before, tenant) != _demand(after, tenant):
+                self._due.setdefault(tenant, 0)
+
+    def share(self, now_s: float) -> None:
+        """Set the allowances of tenants for which it is due."""
+        for tenant, lacking in [*self._due.items()]:
+            if lacking or now_s >= self._shared_s.get(tenant, now_s):
+                self._shared_s[tenant] = now_s + SHARE_PERIOD_S
+                if self._share(tenant, lacking):
+                    del self._due[tenant]
+                else:
+                    self._due[tenant] = 0
+
+    def _share(self, tenant: str, lacking: int) -> bool:
+        ceiling = self.blocks_of(tenant)
+        assert ceiling is not None, "only tenants with a ceiling are due"
+        room = max(0, ceiling - self._ledger.reserved[tenant] - lacking - ceiling // _FREE_PART)
+        connected = [engine for engine in self._ledger.engines.values() if engine.is_connected]
+        demands = {engine.engine_id: _demand(engine.report, tenant) for engine in connected}
+        elsewhere = self.allowances.total(tenant) - sum(self.allowances.of(name, tenant) for name in demands)
+        return self.allowances.share(tenant, split(demands, room - elsewhere).allowances, room)
+
+    def _is_unsettled(self, tenant: str) -> bool:
+        """Whether some engine that runs a tenant's sequences may not know its limit."""
+        engines = (self._ledger.engines[engine_id] for engine_id in self.allowances.unsettled)
+        return any(engine.reserved[tenant] or _use(engine.report, tenant).held for engine in engines)
+
+
+def _ceilings(tenants: Collection[TenantLimits]) -> dict[str, int | float]:
+    return {tenant.name: tenant.ceiling for tenant in tenants if tenant.ceiling is not None}
+
+
+def _use(report: EngineReport, tenant: str) -> TenantUse:
+    return report.tenants.get(tenant, TenantUse())
+
+
+def _demand(report: EngineReport, tenant: str) -> Demand:
+    return Demand(_use(report, tenant).worths, report.price)

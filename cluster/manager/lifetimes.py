@@ -1,0 +1,96 @@
+"""What ends by time: leases that nobody renews, lost engines, memories of what was just answered. Pure.
+
+Heaps hold one entry for each lease and lost engine, at a time that may since have been put off, so a tick costs as much
+as what is due.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+
+from kvorum.cluster.manager.ledger import Engine, Lease
+from kvorum.cluster.manager.types import Refused
+
+_LEASES_REMEMBERED = 2
+# A refusal is the answer to a question that was sent twice, not to one that is asked again.
+_REFUSAL_MEMORY_S = 1.0
+
+
+class Lifetimes:
+    """Times of one manager; a released lease is remembered for twice as long as one lives."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._memory_s = _LEASES_REMEMBERED * lease_s
+        self._started_s = math.inf
+        self._leases: list[tuple[float, str]] = []
+        self._watched: set[str] = set()
+        self._engines: list[tuple[float, str]] = []
+        self._released: OrderedDict[str, float] = OrderedDict()
+        self._refused: OrderedDict[str, tuple[float, Refused]] = OrderedDict()
+
+    def begin(self, now_s: float) -> None:
+        """Count from the first time that anything is asked."""
+        self._started_s = min(self._started_s, now_s)
+
+    def is_young(self, age_s: float, now_s: float) -> bool:
+        """Whether the manager began less than age_s ago."""
+        return now_s - self._started_s < age_s
+
+    def watch_lease(self, lease: Lease) -> None:
+        """Look at a lease when it may expire."""
+        if lease.lease_id not in self._watched:
+            self._watched.add(lease.lease_id)
+            heapq.heappush(self._leases, (lease.expires_at_s, lease.lease_id))
+
+    def take_expired(self, expiry_of: Callable[[str], float | None], now_s: float) -> list[str]:
+        """Return promised leases whose time is over; expiry_of is None for one that is promised no more."""
+        expired = []
+        while self._leases and self._leases[0][0] <= now_s:
+            lease_id = self._leases[0][1]
+            expires_at_s = expiry_of(lease_id)
+            if expires_at_s is not None and expires_at_s > now_s:
+                heapq.heapreplace(self._leases, (expires_at_s, lease_id))
+                continue
+            heapq.heappop(self._leases)
+            self._watched.remove(lease_id)
+            if expires_at_s is not None:
+                expired.append(lease_id)
+        return expired
+
+    def keep_engine(self, engine: Engine, until_s: float) -> None:
+        """Give an engine that is not connected until then."""
+        engine.drop_at_s = until_s
+        heapq.heappush(self._engines, (until_s, engine.engine_id))
+
+    def take_lost(self, now_s: float) -> list[str]:
+        """Return engines whose time to come back is over, if they did not."""
+        lost = []
+        while self._engines and self._engines[0][0] <= now_s:
+            lost.append(heapq.heappop(self._engines)[1])
+        return lost
+
+    def remember_release(self, lease_id: str, now_s: float) -> None:
+        """Keep in mind that a lease is over, and forget those of long ago."""
+        self._released[lease_id] = now_s
+        self._released.move_to_end(lease_id)
+        while next(iter(self._released.values())) < now_s - self._memory_s:
+            self._released.popitem(last=False)
+
+    def is_released(self, lease_id: str) -> bool:
+        """Whether a lease was released not long ago."""
+        return lease_id in self._released
+
+    def remember_refusal(self, refused: Refused, now_s: float) -> None:
+        """Keep in mind what was answered, and forget what was answered some time ago."""
+        self._refused[refused.lease_id] = (now_s, refused)
+        self._refused.move_to_end(refused.lease_id)
+        while next(iter(self._refused.values()))[0] < now_s - _REFUSAL_MEMORY_S:
+            self._refused.popitem(last=False)
+
+    def refusal(self, lease_id: str, now_s: float) -> Refused | None:
+        """Return how a request was refused just now."""
+        answered_s, refused = self._refused.get(lease_id, (-math.inf, None))
+        return refused if answered_s >= now_s - _REFUSAL_MEMORY_S else None
