@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 from kvorum.cluster.tenants import Tenant, TenantName
 from kvorum.kvstore.errors import InvalidRequestError, KvorumError
 from kvorum.kvstore.policies import parse_policy, resolve_budget
-from kvorum.kvstore.pricing import parse_rule
+from kvorum.kvstore.pricing import DEFAULT_RULE_TEXT, parse_rule
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -173,7 +173,7 @@ class GovernanceSection(_Section):
         description="Run the global cache manager; without it each router admits by itself and no tenant has a limit.",
     )
     allocation: str = Field(
-        default="same_cap",
+        default=DEFAULT_RULE_TEXT,
         description="How a short pool is shared among sequences that may be shrunk: same_cap, proportional, or "
         "price:alpha=A.",
     )

@@ -14,6 +14,7 @@ from dataclasses import replace
 import grpc
 import grpc.aio
 
+from kvorum.cluster.cancelling import end_if_cancelled
 from kvorum.cluster.manager.channel import FindManager, ManagerAddress, ManagerLostError, open_channel
 from kvorum.cluster.manager.service import HEARTBEAT_S, SILENCE_S
 from kvorum.cluster.manager.tls import ControlTls
@@ -69,6 +70,7 @@ class EngineAgent:
                 if (reason := str(error) or repr(error)) != last_reason:
                     logger.warning("engine %s has no cache manager: %s", self._engine.info.engine_id, reason)
                     last_reason = reason
+            end_if_cancelled()
             await asyncio.sleep(_RETRY_S)
 
     async def _serve_connection(self, address: ManagerAddress) -> None:

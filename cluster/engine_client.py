@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 import grpc
 import grpc.aio
 
+from kvorum.cluster.cancelling import end_if_cancelled
 from kvorum.cluster.engine_status import EngineStatus
 from kvorum.kvstore.errors import EngineLostError, KvorumError
 from kvorum.protos.engine.v1 import engine_pb2 as pb
@@ -126,7 +127,7 @@ class EngineClient:
                     last_reason = reason
             finally:
                 self._lose_streams()
-            _end_if_cancelled()
+            end_if_cancelled()
             await asyncio.sleep(self._retry_interval_s)
 
     def submit(self, requests: Sequence[EngineRequest]) -> RequestStream:
@@ -205,13 +206,6 @@ class EngineClient:
         streams, self._streams = self._streams, {}
         for request_id, stream in streams.items():
             stream.deliver(request_id, EngineLostError(f"engine {lost_id} was lost while it served the request"))
-
-
-def _end_if_cancelled() -> None:
-    """Raise CancelledError where gRPC, whose call failed at that moment, raised its own error instead."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
 
 
 async def _write_all(call: _Call, outbox: asyncio.Queue[Command]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 import grpc
 import grpc.aio
 
+from kvorum.cluster.cancelling import end_if_cancelled
 from kvorum.cluster.manager.channel import FindManager, ManagerAddress, ManagerLostError, open_channel
 from kvorum.cluster.manager.safe_shares import SafeShare
 from kvorum.cluster.manager.tls import ControlTls
@@ -109,14 +110,15 @@ class ManagerLink:
         while True:
             try:
                 await self._serve_connection(await self._find())
-            except* (ManagerLostError, grpc.RpcError) as errors:
-                if (reason := str(errors.exceptions[0])) != last_reason:
+            except (ManagerLostError, grpc.RpcError) as error:
+                if (reason := str(error)) != last_reason:
                     logger.warning("no cache manager: %s", reason)
                     last_reason = reason
             finally:
                 self._stub = None
                 self._up.clear()
                 self._down.set()
+            end_if_cancelled()
             await asyncio.sleep(_RETRY_S)
 
     async def _serve_connection(self, address: ManagerAddress) -> None:
@@ -128,9 +130,14 @@ class ManagerLink:
             self._stub = stub
             self._down.clear()
             self._up.set()
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._keep_beating(stub))
-                group.create_task(self._keep_releasing(stub))
+            tasks = [asyncio.create_task(work(stub)) for work in (self._keep_beating, self._keep_releasing)]
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                await done.pop()  # raises what the connection broke of
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep_beating(self, stub: pb_grpc.CacheManagerServiceStub) -> None:
         while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvorum.kvstore.pricing import DEFAULT_RULE
+from kvorum.kvstore.pricing import DEFAULT_RULE_TEXT
 
 DtypeName = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 BackendName = Literal["auto", "reference", "cpu", "triton"]
@@ -45,7 +45,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_offload_bytes: int = 2**30
-    allocation: str = DEFAULT_RULE.kind.value
+    allocation: str = DEFAULT_RULE_TEXT
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_num_waiting: int = 256

@@ -284,6 +284,10 @@ class CacheManager:
         engine = self._ledger.engines.get(engine_id)
         if engine and not engine.is_connected and engine.drop_at_s <= now_s:
             self._ready.update(engine.reserved)
+            if self._ledger.end_uses(engine):
+                # Routers still hold leases there, so it is this manager that lost it: those last as long as renewed.
+                self._lifetimes.keep_engine(engine, now_s + self._engine_grace_s)
+                return
             self._ledger.drop_engine(engine)
             self._allowances.drop(engine_id)
             self._missing.discard(engine_id)

@@ -236,6 +236,12 @@ class Ledger:
             lease.used_blocks = None
             self._put(engine, lease)
 
+    def end_uses(self, engine: Engine) -> bool:
+        """An engine has no sequence of any lease, as far as can be told; return whether promises are left."""
+        for lease_id in [*engine.leases]:
+            self.end_use(engine, lease_id)
+        return bool(engine.leases)
+
     def _take_out(self, engine: Engine, lease_id: str) -> Lease | None:
         lease = engine.leases.get(lease_id)
         if lease:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvorum.kvstore.pricing import (
     DEFAULT_RULE,
+    DEFAULT_RULE_TEXT,
     Allocation,
     Bidder,
     Rule,
@@ -24,6 +25,7 @@ from kvorum.kvstore.pricing import (
 )
 
 TENANTS = "xy"
+SAME_CAP = parse_rule("same_cap")
 RULES = tuple(map(parse_rule, ("same_cap", "proportional", "price", "price:alpha=1", "price:alpha=4")))
 
 
@@ -128,7 +130,7 @@ class TestAllocation:
     def test_everyone_gets_the_same_unless_it_needs_less(self) -> None:
         sizes = {"a": 2, "b": 10, "c": 10}
         everyone = [Bidder(name, "x", (), 1, most) for name, most in sizes.items()]
-        found = allocate(everyone, 12, {}, DEFAULT_RULE)
+        found = allocate(everyone, 12, {}, SAME_CAP)
         assert found == Allocation({"a": 2, "b": 5, "c": 5}, 1 / 6)
 
     def test_everyone_gets_the_same_share_of_its_size(self) -> None:
@@ -137,30 +139,30 @@ class TestAllocation:
 
     def test_weight_buys_pages(self) -> None:
         everyone = [Bidder("a", "x", (), 1, 20, 1.0), Bidder("b", "y", (), 1, 20, 2.0)]
-        assert allocate(everyone, 12, {}, DEFAULT_RULE).pages == {"a": 4, "b": 8}
+        assert allocate(everyone, 12, {}, SAME_CAP).pages == {"a": 4, "b": 8}
 
     def test_a_floor_is_met_before_the_market_opens_and_a_ceiling_closes_it(self) -> None:
         everyone = [Bidder("a", "x", (), 1, 20, 0.1), Bidder("b", "y", (), 1, 20), Bidder("c", "z", (), 1, 20)]
         bounds = {"x": TenantBounds(floor=6), "y": TenantBounds(ceiling=4)}
-        found = allocate(everyone, 20, bounds, DEFAULT_RULE)
+        found = allocate(everyone, 20, bounds, SAME_CAP)
         assert found == Allocation({"a": 6, "b": 4, "c": 10}, 1 / 11)
 
     def test_what_only_a_ceiling_forbids_has_no_price(self) -> None:
-        found = allocate([Bidder("a", "x", (), 1, 9)], 20, {"x": TenantBounds(ceiling=4)}, DEFAULT_RULE)
+        found = allocate([Bidder("a", "x", (), 1, 9)], 20, {"x": TenantBounds(ceiling=4)}, SAME_CAP)
         assert found == Allocation({"a": 4}, 0.0)
 
     def test_where_pages_do_not_suffice_everyone_has_its_least(self) -> None:
         everyone = [Bidder("a", "x", (), 3, 9), Bidder("b", "x", (), 4, 9)]
-        assert allocate(everyone, 5, {"x": TenantBounds(ceiling=1)}, DEFAULT_RULE).pages == {"a": 3, "b": 4}
+        assert allocate(everyone, 5, {"x": TenantBounds(ceiling=1)}, SAME_CAP).pages == {"a": 3, "b": 4}
 
     def test_floors_that_do_not_fit_are_approached_by_worth(self) -> None:
         everyone = [Bidder("a", "x", (), 0, 9), Bidder("b", "y", (), 0, 9)]
         bounds = {tenant: TenantBounds(floor=9) for tenant in TENANTS}
-        found = allocate(everyone, 6, bounds, DEFAULT_RULE)
+        found = allocate(everyone, 6, bounds, SAME_CAP)
         assert found == Allocation({"a": 3, "b": 3}, 1 / 4)
 
     def test_nobody_is_nothing(self) -> None:
-        assert allocate([], 5, {}, DEFAULT_RULE) == Allocation({}, 0.0)
+        assert allocate([], 5, {}, SAME_CAP) == Allocation({}, 0.0)
 
 
 class TestWorths:
@@ -177,7 +179,8 @@ class TestWorths:
 
 class TestParsing:
     def test_rules_are_read(self) -> None:
-        assert parse_rule("same_cap") == DEFAULT_RULE
+        assert parse_rule("same_cap") == SAME_CAP
+        assert parse_rule(DEFAULT_RULE_TEXT) == DEFAULT_RULE
         assert parse_rule("price:alpha=2.5") == Rule(RuleKind.PRICE, 2.5)
 
     @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvorum.kvstore.errors import NeverFitsError
-from kvorum.kvstore.pricing import DEFAULT_RULE, Rule, parse_rule
+from kvorum.kvstore.pricing import Rule, RuleKind, parse_rule
 from kvorum.kvstore.store import KVStore
 from kvorum.workers.fake_engine import FakeExecutor
 from kvorum.workers.governance import Directive, LadderStep, LeaseTerms, worth_bin
@@ -16,6 +16,7 @@ from kvorum.workers.scheduler import Scheduler, SchedulerLimits
 from kvorum.workers.sequence import Sequence
 from kvtest.engines import request
 
+SAME_CAP = Rule(RuleKind.SAME_CAP)
 BLOCK_SIZE = 4
 LEAST = 5  # blocks: 16 tokens and the one that comes
 ELASTIC = KVParams("sliding")
@@ -25,7 +26,7 @@ class Bench:
     """A scheduler stepped by hand."""
 
     def __init__(
-        self, *, num_blocks: int = 40, max_num_seqs: int = 8, max_offloaded_blocks: int = 0, rule: Rule = DEFAULT_RULE
+        self, *, num_blocks: int = 40, max_num_seqs: int = 8, max_offloaded_blocks: int = 0, rule: Rule = SAME_CAP
     ) -> None:
         self.store = KVStore(
             num_blocks=num_blocks,

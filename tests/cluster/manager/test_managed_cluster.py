@@ -269,6 +269,7 @@ def _reserved(cluster: ManagedCluster) -> int:
     return sum(engine.reserved_blocks for engine in cluster.manager.manager.view().engines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", ["up", "down", "both", "broken"])
 def test_an_engine_that_is_cut_off_comes_back_with_all_it_runs(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("kvorum.cluster.manager.service", "kvorum.cluster.engine_agent"):
@@ -287,7 +288,7 @@ def test_an_engine_that_is_cut_off_comes_back_with_all_it_runs(cut: str, monkeyp
         await eventually(lambda: not running.done() or _reserved(cluster) == 0)
         await running
 
-    run(scenario)
+    run(scenario, relays_engines=True)
 
 
 def test_two_routers_share_one_ledger() -> None:

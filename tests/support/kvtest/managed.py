@@ -63,10 +63,11 @@ class ManagerHost:
 
 
 class Wire:
-    """A TCP connection's way through a relay that can swallow either direction, or break it."""
+    """A connection's way to the manager; relayed, either direction can be swallowed, or the connection broken."""
 
-    def __init__(self, manager: ManagerHost) -> None:
+    def __init__(self, manager: ManagerHost, *, is_relayed: bool) -> None:
         self._manager = manager
+        self._is_relayed = is_relayed
         self._relays: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self.swallows_up = False
@@ -75,6 +76,8 @@ class Wire:
 
     async def find(self) -> ManagerAddress:
         address = await self._manager.find()
+        if not self._is_relayed:
+            return address
         if self._server is None:
             self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
         port = self._server.sockets[0].getsockname()[1]
@@ -92,10 +95,12 @@ class Wire:
             relay.cancel()
 
     async def close(self) -> None:
-        for relay in tuple(self._relays):
-            relay.cancel()
         if self._server:
             self._server.close()
+        relays = tuple(self._relays)
+        for relay in relays:
+            relay.cancel()
+        await asyncio.gather(*relays, return_exceptions=True)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -115,7 +120,9 @@ class Wire:
         finally:
             self._relays.discard(task)
             for each in filter(None, (writer, far_writer)):
-                each.close()
+                each.transport.abort()
+                with contextlib.suppress(OSError):
+                    await each.wait_closed()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, up: bool) -> None:
         while data := await reader.read(2**16):
@@ -142,7 +149,6 @@ class ManagedCluster:
     tenants: TenantTable
     engines: dict[str, GovernedEngine] = field(default_factory=dict)
     frontends: list[Frontend] = field(default_factory=list)
-    router_wires: list[Wire] = field(default_factory=list)
 
     @property
     def frontend(self) -> Frontend:
@@ -178,6 +184,7 @@ async def managed_cluster(
     engines: Mapping[str, EngineInfo] | None = None,
     num_routers: int = 1,
     step_delay_s: float = 0.0,
+    relays_engines: bool = False,
 ) -> AsyncIterator[ManagedCluster]:
     config = config or ClusterConfig()
     tenants = TenantTable(config.tenants)
@@ -187,7 +194,7 @@ async def managed_cluster(
     infos = engines or {DEFAULT_INFO.engine_id: DEFAULT_INFO}
     for engine_id, info in infos.items():
         host = await EngineHost.start(replace(info, engine_id=engine_id), step_delay_s=step_delay_s)
-        wire = Wire(it.manager)
+        wire = Wire(it.manager, is_relayed=relays_engines)
         agent = asyncio.create_task(EngineAgent(host.engine, wire.find, tls=tls, report_period_s=0.02).run())
         it.engines[engine_id] = GovernedEngine(host, wire, agent)
 
@@ -197,17 +204,15 @@ async def managed_cluster(
     max_model_len = next(iter(infos.values())).max_model_len
     for number in range(num_routers):
         directory = EngineDirectory(discover, period_s=0.01, retry_interval_s=0.01)
-        wire = Wire(it.manager)
         frontend = Frontend(
             config,
             tiny_model(max_model_len=max_model_len),
             directory,
-            find_manager=wire.find,
+            find_manager=it.manager.find,
             rng=random.Random(number),
         )
         frontend.start()
         it.frontends.append(frontend)
-        it.router_wires.append(wire)
     await eventually(lambda: all(frontend.is_ready and _is_managed(frontend) for frontend in it.frontends))
     await eventually(lambda: len(it.manager.manager.view().engines) == len(it.engines))
     try:
@@ -221,8 +226,8 @@ async def managed_cluster(
             await engine.host.stop()
         if it.manager.server:
             await it.manager.kill()
-        for wire in (*it.router_wires, *(engine.wire for engine in it.engines.values())):
-            await wire.close()
+        for engine in it.engines.values():
+            await engine.wire.close()
         await asyncio.sleep(0.01)
 
 
