@@ -147,10 +147,11 @@ class ManagerLink:
     async def _beat(self, stub: pb_grpc.CacheManagerServiceStub) -> None:
         request = pb.RenewRequest(router_id=self._router_id, leases=map(record_to_pb, self._records()))
         response = await stub.Renew(request, timeout=BEAT_TIMEOUT_S, metadata=self._metadata())
-        self.shares = {
-            name: SafeShare(share.blocks, share.max_running if share.HasField("max_running") else None)
-            for name, share in response.shares.items()
-        }
+        if response.shares:  # a manager that was just started has none yet: the last ones hold
+            self.shares = {
+                name: SafeShare(share.blocks, share.max_running if share.HasField("max_running") else None)
+                for name, share in response.shares.items()
+            }
 
     async def _keep_releasing(self, stub: pb_grpc.CacheManagerServiceStub) -> None:
         while True:

@@ -20,9 +20,11 @@ def safe_shares(view: ClusterView, tenants: Mapping[str, TenantLimits], *, num_r
     """Split what each tenant may have evenly among the routers.
 
     A tenant may have its ceiling, but nothing of what others are sure of: so floors stay reachable and ceilings hold
-    even when every router uses all of its share.
+    even when every router uses all of its share. While no engine is known there is nothing to say.
     """
     total = sum(engine.total_blocks for engine in view.engines)
+    if not total:
+        return {}
     floors = sum(tenant.floor_blocks for tenant in view.tenants)
     routers = max(1, num_routers)
     shares = {}
