@@ -1,4 +1,5 @@
-# make demo | serve | test | lint | protos | kernels | bench | bench-gpu | bench-peers | bench-ranks | chaos: each sets up what it needs in .venv first.
+# make demo | serve | test | lint | protos | kernels | bench | bench-gpu | bench-peers | bench-ranks | bench-manager | bench-allocation | chaos |
+# chaos-manager: each sets up what it needs in .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
@@ -7,7 +8,7 @@ ARGS ?=
 export PYTHONSAFEPATH := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo serve test lint format protos kernels bench bench-gpu bench-peers bench-ranks chaos clean
+.PHONY: demo serve test lint format protos kernels bench bench-gpu bench-peers bench-ranks bench-manager bench-allocation chaos chaos-manager clean
 
 demo: .venv/.demo
 	$(BIN)/kvorum demo $(ARGS)
@@ -47,8 +48,17 @@ bench-peers: .venv/.dev
 bench-ranks: .venv/.demo
 	$(BIN)/python -P bench/ranks.py $(ARGS)
 
+bench-manager: .venv/.demo
+	$(BIN)/python -P bench/manager_scale.py $(ARGS)
+
+bench-allocation: .venv/.demo
+	$(BIN)/python -P bench/allocation.py $(ARGS)
+
 chaos: .venv/.dev
 	$(BIN)/python -P bench/chaos/run.py $(ARGS)
+
+chaos-manager: .venv/.dev
+	$(BIN)/python -P bench/manager_chaos.py $(ARGS)
 
 clean:
 	rm -rf .venv build src/*.egg-info
