@@ -24,6 +24,10 @@ _COMMANDS = {
     "tenants": ("kvorum.cluster.tenants_command", "show what tenants have, or make an API key"),
     "certs": ("kvorum.cluster.certs_command", "make certificates for the control plane, for development"),
     "bench": ("kvorum.cluster.bench_command", "measure a running server: throughput, latencies, goodput"),
+    "sim": (
+        "kvorum.cluster.sim_command",
+        "replay a trace over modelled engines, with the cache manager and without",
+    ),
     "plan": ("kvorum.cluster.plan", "work out how much KV cache a model needs"),
     "lab": ("kvorum.cluster.lab", "show on a real model what the KV cache does"),
     "eval": ("kvorum.cluster.eval_command", "measure what an eviction policy costs on a text"),
