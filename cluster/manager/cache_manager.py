@@ -194,6 +194,7 @@ class CacheManager:
             engine = self._ledger.engines.get(record.engine_id)
             if engine and not engine.facts and not engine.drop_at_s:
                 self._missing.add(engine.engine_id)
+                self._was_recovering = self._is_recovering(now_s)
                 self._lifetimes.keep_engine(engine, now_s + self._engine_grace_s)
 
     def release(self, lease_id: str, now_s: float) -> None:

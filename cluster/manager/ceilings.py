@@ -7,6 +7,7 @@ part of the ceiling is never given away as allowances.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from kvorum.cluster.manager.allowances import Allowances
@@ -67,14 +68,16 @@ class Ceilings:
                 self._due.setdefault(tenant, 0)
 
     def share(self, now_s: float) -> None:
-        """Set the allowances of tenants for which it is due."""
-        for tenant, lacking in [*self._due.items()]:
-            if lacking or now_s >= self._shared_s.get(tenant, now_s):
-                self._shared_s[tenant] = now_s + SHARE_PERIOD_S
-                if self._share(tenant, lacking):
-                    del self._due[tenant]
-                else:
-                    self._due[tenant] = 0
+        """Set the allowances of tenants whose heads lack room, and of one more for which it is time."""
+        waiting_s = {tenant: now_s - self._shared_s.get(tenant, -math.inf) for tenant in self._due}
+        urgent = [tenant for tenant, lacking in self._due.items() if lacking]
+        longest = max(waiting_s, key=waiting_s.__getitem__, default=None)
+        if longest is not None and longest not in urgent and waiting_s[longest] >= SHARE_PERIOD_S:
+            urgent.append(longest)
+        for tenant in urgent:
+            self._shared_s[tenant] = now_s
+            if not self._share(tenant, self._due.pop(tenant)):
+                self._due[tenant] = 0
 
     def _share(self, tenant: str, lacking: int) -> bool:
         ceiling = self.blocks_of(tenant)

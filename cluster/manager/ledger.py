@@ -204,10 +204,13 @@ class Ledger:
         home = self.home_of(record.lease_id)
         if home and home.engine_id != record.engine_id:
             return None
+        if home and home.leases[record.lease_id].promised:
+            lease = home.leases[record.lease_id]
+            lease.expires_at_s = max(lease.expires_at_s, expires_at_s)
+            return lease
         engine = home or self.engine(record.engine_id)
         lease = self._take_out(engine, record.lease_id) or Lease(record.lease_id, record.tenant)
-        lease.promised = lease.promised or record.sequence_blocks
-        lease.expires_at_s = max(lease.expires_at_s, expires_at_s)
+        lease.promised, lease.expires_at_s = record.sequence_blocks, expires_at_s
         self._put(engine, lease)
         return lease
 

@@ -15,6 +15,7 @@ from kvorum.cluster.manager.ledger import Engine, Lease
 from kvorum.cluster.manager.types import Refused
 
 _LEASES_REMEMBERED = 2
+_LOOKS_AT_ONCE = 2_000
 # A refusal is the answer to a question that was sent twice, not to one that is asked again.
 _REFUSAL_MEMORY_S = 1.0
 
@@ -46,9 +47,14 @@ class Lifetimes:
             heapq.heappush(self._leases, (lease.expires_at_s, lease.lease_id))
 
     def take_expired(self, expiry_of: Callable[[str], float | None], now_s: float) -> list[str]:
-        """Return promised leases whose time is over; expiry_of is None for one that is promised no more."""
-        expired = []
-        while self._leases and self._leases[0][0] <= now_s:
+        """Return promised leases whose time is over; expiry_of is None for one that is promised no more.
+
+        Where very many are due together, some are left to the next call.
+        """
+        expired: list[str] = []
+        for _ in range(_LOOKS_AT_ONCE):
+            if not self._leases or self._leases[0][0] > now_s:
+                break
             lease_id = self._leases[0][1]
             expires_at_s = expiry_of(lease_id)
             if expires_at_s is not None and expires_at_s > now_s:

@@ -1,0 +1,264 @@
+"""Who is admitted when, where, and after how long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvorum.cluster.manager.cache_manager import CacheManager
+from kvorum.cluster.manager.types import (
+    AdmitRequest,
+    EngineFacts,
+    Granted,
+    LeaseChanges,
+    LeaseRecord,
+    Outcome,
+    Refusal,
+    Refused,
+    TenantLimits,
+    Waiting,
+)
+from kvorum.workers.governance import NUM_WORTH_BINS, EngineReport, LeaseUse, TenantUse
+
+LEASE_S, GRACE_S = 10.0, 5.0
+
+
+def manager_of(*tenants: TenantLimits, engines: int = 1, blocks: int = 40, sequences: int = 100) -> CacheManager:
+    manager = CacheManager(tenants or (TenantLimits("t"),), lease_s=LEASE_S, engine_grace_s=GRACE_S)
+    for number in range(engines):
+        connect(manager, f"e{number}", blocks=blocks, sequences=sequences)
+    return manager
+
+
+def connect(
+    manager: CacheManager,
+    name: str,
+    *leases: LeaseUse,
+    blocks: int = 40,
+    sequences: int = 100,
+    now_s: float = 0.0,
+    epoch: int = 1,
+) -> None:
+    manager.connect(EngineFacts(name, epoch, blocks, sequences), EngineReport(blocks, blocks, 0), leases, now_s)
+    for engine_id, directive in manager.take_directives(now_s).items():
+        manager.acknowledge(engine_id, epoch, directive.number)
+
+
+def request(name: str, blocks: int = 10, tenant: str = "t", wait_s: float = 30.0) -> AdmitRequest:
+    return AdmitRequest(name, tenant, (blocks,), 16 * blocks, wait_s)
+
+
+def ask(manager: CacheManager, *args: object, now_s: float = 0.0, **kwargs: object) -> Outcome:
+    return manager.admit(request(*args, **kwargs), now_s)  # type: ignore[arg-type]  # of `request`
+
+
+def engine_of(outcome: Outcome) -> str:
+    assert isinstance(outcome, Granted), outcome
+    return outcome.engine_id
+
+
+def served(manager: CacheManager, now_s: float) -> list[str]:
+    manager.tick(now_s)
+    return [outcome.lease_id for outcome in manager.take_outcomes() if isinstance(outcome, Granted)]
+
+
+class TestChoice:
+    def test_load_is_spread(self) -> None:
+        manager = manager_of(engines=4)
+        assert sorted(engine_of(ask(manager, f"r{number}")) for number in range(4)) == ["e0", "e1", "e2", "e3"]
+
+    def test_the_engine_with_the_prompts_beginning_is_preferred(self) -> None:
+        manager = manager_of(engines=8)
+        first = engine_of(manager.admit(replace(request("a"), prefix_runs=(1, 2, 3)), 0.0))
+        assert engine_of(manager.admit(replace(request("b"), prefix_runs=(1, 2, 3)), 0.0)) == first
+        assert engine_of(manager.admit(replace(request("c"), prefix_runs=(7,)), 0.0)) != first
+
+    def test_the_dear_engine_is_avoided(self) -> None:
+        manager = manager_of(engines=2)
+        manager.take_report("e1", 1, 1, EngineReport(40, 40, 0, price=0.1), LeaseChanges(), 0.0)
+        assert [engine_of(ask(manager, f"r{number}", 5)) for number in range(3)] == ["e0"] * 3
+
+    def test_all_of_a_request_goes_to_one_engine_with_room_for_its_sequences(self) -> None:
+        manager = manager_of(engines=2, sequences=2)
+        assert isinstance(manager.admit(AdmitRequest("a", "t", (1, 1, 1), 9, 9.0), 0.0), Refused)
+        engine_of(ask(manager, "b", 1))
+        other = engine_of(ask(manager, "c", 1))
+        manager.release("b", 0.0)
+        assert engine_of(manager.admit(AdmitRequest("d", "t", (1, 1), 9, 9.0), 0.0)) != other
+
+
+class TestLine:
+    def test_order_within_a_tenant_is_strict(self) -> None:
+        manager = manager_of()
+        ask(manager, "running", 35)
+        assert ask(manager, "big", 30) == Waiting("big")
+        assert ask(manager, "small", 2) == Waiting("small")
+        manager.release("running", 1.0)
+        assert served(manager, 1.0) == ["big", "small"]
+
+    def test_another_tenants_small_request_passes_a_big_one_only_for_a_while(self) -> None:
+        manager = manager_of(TenantLimits("t"), TenantLimits("u"))
+        ask(manager, "u0", 20, "u")
+        ask(manager, "u1", 15, "u")
+        ask(manager, "big", 40)
+        engine_of(ask(manager, "u2", 5, "u"))
+        manager.tick(2.0)
+        manager.release("u1", 2.0)
+        assert ask(manager, "u3", 5, "u", now_s=2.1) == Waiting("u3")
+        manager.release("u0", 3.0)
+        manager.release("u2", 3.0)
+        assert served(manager, 3.0) == ["big"]
+        manager.release("big", 4.0)
+        assert served(manager, 4.0) == ["u3"]
+
+    def test_tenants_get_turns_by_weight(self) -> None:
+        manager = manager_of(TenantLimits("t"), TenantLimits("u", weight=3.0), blocks=10)
+        ask(manager, "first", 10)
+        for number in range(8):
+            ask(manager, f"t{number}", 10)
+            ask(manager, f"u{number}", 10, "u")
+        running, turns = "first", []
+        for step in range(8):
+            manager.release(running, 0.1 * step)
+            (running,) = served(manager, 0.1 * step)
+            turns.append(running[0])
+        assert (turns.count("t"), turns.count("u")) == (2, 6)
+
+    def test_a_deadline_ends_the_wait(self) -> None:
+        manager = manager_of()
+        ask(manager, "running", 40)
+        ask(manager, "late", wait_s=3.0)
+        manager.tick(2.9)
+        assert manager.take_outcomes() == []
+        manager.tick(3.0)
+        (outcome,) = manager.take_outcomes()
+        assert isinstance(outcome, Refused)
+        assert outcome.reason is Refusal.DEADLINE
+
+    def test_who_hung_up_is_not_served(self) -> None:
+        manager = manager_of()
+        ask(manager, "running", 40)
+        ask(manager, "gone")
+        manager.cancel("gone")
+        manager.release("running", 1.0)
+        assert served(manager, 1.0) == []
+
+    def test_retry_after_follows_the_rate_of_releases(self) -> None:
+        manager = manager_of(TenantLimits("t", max_waiting=0))
+        for number in range(30):
+            engine_of(ask(manager, f"r{number}", 20, now_s=float(number)))
+            manager.release(f"r{number}", float(number) + 0.5)
+        ask(manager, "running", 40, now_s=30.0)
+        outcome = ask(manager, "more", 40, now_s=30.0)
+        assert isinstance(outcome, Refused)
+        assert outcome.retry_after_s
+        # 20 blocks a second for 30 seconds, seen through a memory of 30 seconds: 1 - 1/e of that.
+        assert 2.0 < outcome.retry_after_s < 4.0
+
+
+class TestLimits:
+    def test_requests_run_up_to_the_limit_and_the_next_waits_for_one_to_end(self) -> None:
+        manager = manager_of(TenantLimits("t", max_running=2))
+        for name in ("a", "b", "c"):
+            ask(manager, name)
+        manager.release("a", 1.0)
+        assert served(manager, 1.0) == ["c"]
+
+    def test_too_many_a_minute_are_told_when_to_come_again(self) -> None:
+        manager = manager_of(TenantLimits("t", max_requests_per_minute=2))
+        outcomes = [ask(manager, f"r{number}", 1) for number in range(3)]
+        assert isinstance(outcomes[2], Refused)
+        assert (outcomes[2].reason, outcomes[2].retry_after_s) == (Refusal.RATE, 30.0)
+
+    def test_allowances_give_way_to_a_request_once_acknowledged(self) -> None:
+        manager = manager_of(TenantLimits("t", ceiling=32))
+        worths = (30, *[0] * (NUM_WORTH_BINS - 1))
+        report = EngineReport(40, 10, 0, tenants={"t": TenantUse(30, 0, 30, 0, worths)})
+        manager.take_report("e0", 1, 1, report, LeaseChanges(), 5.0)
+        given_away = manager.take_directives(5.0)["e0"]
+        assert given_away.allowances == {"t": 30}
+        assert ask(manager, "a", 20, now_s=6.0) == Waiting("a")
+        lowered = manager.take_directives(6.0)["e0"]
+        assert lowered.allowances["t"] <= 12
+        assert served(manager, 6.1) == []
+        manager.acknowledge("e0", 1, lowered.number)
+        assert served(manager, 6.2) == ["a"]
+        assert manager.take_directives(6.2)["e0"].reclaim_blocks == 20
+
+    def test_floors_beyond_the_cluster_are_scaled_down(self) -> None:
+        manager = manager_of(TenantLimits("t", floor=60), TenantLimits("u", floor=60))
+        assert [tenant.floor_blocks for tenant in manager.view().tenants] == [20, 20]
+        engine_of(ask(manager, "a", 20))
+        refused = ask(manager, "b", 21)
+        assert isinstance(refused, Refused)
+        assert refused.reason is Refusal.NEVER_FITS
+
+    def test_requests_of_a_tenant_that_is_gone_are_refused(self) -> None:
+        manager = manager_of(TenantLimits("t"), TenantLimits("u"))
+        ask(manager, "running", 40)
+        ask(manager, "orphan", 1, "u")
+        manager.set_tenants([TenantLimits("t")])
+        (outcome,) = manager.take_outcomes()
+        assert isinstance(outcome, Refused)
+        assert outcome.reason is Refusal.UNKNOWN_TENANT
+
+
+class TestRecovery:
+    def test_snapshots_and_renewals_give_the_same_books_in_any_order(self) -> None:
+        record = LeaseRecord("a", "t", "e0", (10, 10))
+        first, second = (CacheManager((TenantLimits("t"),), lease_s=LEASE_S, engine_grace_s=GRACE_S) for _ in range(2))
+        first.renew([record], 0.0)
+        connect(first, "e0", LeaseUse("a", "t", 10))
+        connect(second, "e0", LeaseUse("a", "t", 10))
+        second.renew([record], 0.0)
+        assert first.view() == second.view()
+        assert first.view().engines[0].reserved_blocks == 20
+
+    def test_while_an_engine_is_missing_only_what_is_certainly_free_is_given(self) -> None:
+        manager = CacheManager((TenantLimits("t"),), lease_s=LEASE_S, engine_grace_s=GRACE_S)
+        manager.renew([LeaseRecord("a", "t", "gone", (10,))], 0.0)
+        manager.connect(EngineFacts("e0", 1, 40, 9), EngineReport(40, 5, 3), (), 0.0)
+        assert ask(manager, "b", 10) == Waiting("b")
+        assert served(manager, GRACE_S) == ["b"]
+
+    def test_a_released_lease_does_not_come_back_with_a_late_renewal(self) -> None:
+        manager = manager_of()
+        ask(manager, "a")
+        manager.release("a", 1.0)
+        manager.renew([LeaseRecord("a", "t", "e0", (10,))], 2.0)
+        assert manager.view().engines[0].reserved_blocks == 0
+
+    def test_a_late_commit_counts_until_the_engine_says_that_it_ended(self) -> None:
+        manager = manager_of()
+        ask(manager, "a")
+        manager.release("a", 1.0)
+        report = EngineReport(40, 30, 0)
+        manager.take_report("e0", 1, 1, report, LeaseChanges((LeaseUse("a", "t", 10),)), 2.0)
+        assert manager.view().engines[0].reserved_blocks == 10
+        manager.take_report("e0", 1, 2, report, LeaseChanges((), ("a",)), 3.0)
+        assert manager.view().engines[0].reserved_blocks == 0
+
+    def test_a_gap_in_the_reports_asks_for_a_snapshot_and_a_repetition_does_not(self) -> None:
+        manager, report = manager_of(), EngineReport(40, 40, 0)
+        assert manager.take_report("e0", 1, 1, report, LeaseChanges(), 0.0)
+        assert manager.take_report("e0", 1, 1, report, LeaseChanges(), 0.0)
+        assert not manager.take_report("e0", 1, 3, report, LeaseChanges(), 0.0)
+        assert not manager.take_report("unknown", 1, 1, report, LeaseChanges(), 0.0)
+
+    def test_a_lease_that_nobody_renews_ends(self) -> None:
+        manager = manager_of()
+        ask(manager, "a", 40)
+        ask(manager, "b", 40)
+        assert served(manager, LEASE_S - 0.1) == []
+        assert served(manager, LEASE_S) == ["b"]
+
+    def test_without_any_engine_one_waits_at_the_start_and_is_refused_later(self) -> None:
+        manager = CacheManager((TenantLimits("t"),), lease_s=LEASE_S, engine_grace_s=GRACE_S)
+        assert ask(manager, "a") == Waiting("a")
+        connect(manager, "e0", now_s=1.0)
+        assert served(manager, 1.0) == ["a"]
+        manager.disconnect("e0", 1, 2.0)
+        manager.release("a", 2.0)
+        manager.tick(20.0)
+        refused = ask(manager, "b", now_s=20.0)
+        assert isinstance(refused, Refused)
+        assert refused.reason is Refusal.NO_ENGINE
