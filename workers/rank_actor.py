@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import ray
 
@@ -27,7 +26,7 @@ from kvorum.workers.channel import ChannelAddress, ChannelServer
 from kvorum.workers.communicator import Alone, Communicator, MeetingPoint, RankGroup, open_meeting
 from kvorum.workers.config import EngineConfig, RankShape
 from kvorum.workers.lockstep import KEEP_ALIVE_PERIOD_S, Leader, follow
-from kvorum.workers.worker import RankWorker, load_worker
+from kvorum.workers.worker import RankWorker, agree_on_shape, load_worker
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ class _RankActor:
         else:
             assert self._shape is not None
             ranks = self._meet(meeting, self._shards)
-            self._shape = replace(self._shape, num_blocks=ranks.smallest(self._shape.num_blocks))
+            self._shape = agree_on_shape(self._shape, ranks)
             self._worker.begin_anew(ranks)
         return self._shape
 

@@ -239,21 +239,27 @@ def _make_worker(
     spec = backend.spec
     max_model_len = min(config.max_model_len or spec.max_position, spec.max_position)
     block_bytes = backend.block_bytes(config.block_size)
-    num_blocks = ranks.smallest(
-        size_pool(
-            pool_bytes=_pool_bytes(config),
-            block_bytes=block_bytes,
-            most_useful=config.max_num_seqs * blocks_for(max_model_len, config.block_size),
-        )
+    num_blocks = size_pool(
+        pool_bytes=_pool_bytes(config),
+        block_bytes=block_bytes,
+        most_useful=config.max_num_seqs * blocks_for(max_model_len, config.block_size),
     )
-    pool = backend.allocate_pool(num_blocks=num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
-    shape = RankShape(
-        vocab_size=spec.vocab_size,
-        max_model_len=max_model_len,
-        num_blocks=num_blocks,
-        max_offloaded_blocks=ranks.smallest(config.kv_offload_bytes // block_bytes),
+    shape = agree_on_shape(
+        RankShape(spec.vocab_size, max_model_len, num_blocks, config.kv_offload_bytes // block_bytes), ranks
+    )
+    pool = backend.allocate_pool(
+        num_blocks=shape.num_blocks, block_size=config.block_size, max_num_seqs=config.max_num_seqs
     )
     return Worker(backend, pool, sampler=sampler, ranks=ranks), shape
+
+
+def agree_on_shape(shape: RankShape, ranks: Communicator) -> RankShape:
+    """Return what every rank can hold: each counts on its own, and each meeting of the ranks agrees anew."""
+    return replace(
+        shape,
+        num_blocks=ranks.smallest(shape.num_blocks),
+        max_offloaded_blocks=ranks.smallest(shape.max_offloaded_blocks),
+    )
 
 
 def size_pool(*, pool_bytes: int, block_bytes: int, most_useful: int) -> int:

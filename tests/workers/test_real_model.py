@@ -83,6 +83,7 @@ def assert_equal_to_transformers(
             assert token == first or (gap < tie and token == second), f"prompt {index}, token {step}"
 
 
+@pytest.mark.slow
 def test_one_at_a_time(backend: CpuBackend) -> None:
     assert_equal_to_transformers(*generate(backend, one_by_one=True))
 
@@ -157,7 +158,7 @@ def prefilled(long_prompt: list[int]) -> tuple[SlowDecoder, torch.Tensor]:
     return decoder, decoder.run(long_prompt, None, evict=False)
 
 
-@pytest.mark.parametrize(("index", "budget"), [(0, 64), (1, 128), (2, 256)])
+@pytest.mark.parametrize(("index", "budget"), [(0, 64), pytest.param(1, 128, marks=pytest.mark.slow), (2, 256)])
 def test_h2o_keeps_what_the_slow_decoder_keeps(
     evicted: tuple[dict[str, Answer], Recorder], prefilled: tuple[SlowDecoder, torch.Tensor], index: int, budget: int
 ) -> None:
