@@ -96,6 +96,9 @@ class ManagerLink:
                 yield change_from_pb(message)
         except grpc.RpcError as error:
             raise ManagerLostError(f"the cache manager was lost: {error}") from error
+        except asyncio.CancelledError:
+            end_if_cancelled()
+            raise ManagerLostError("the cache manager was lost") from None  # a closed channel cancels its calls
         finally:
             call.cancel()
 

@@ -51,7 +51,7 @@ def test_tenants_change_while_requests_run_and_no_process_starts_anew(cluster: C
 
 def test_nobody_notices_that_the_manager_is_killed_and_stopped(tmp_path: Path) -> None:
     result = tmp_path / "chaos.json"
-    options = {"duration-s": 12, "period-s": 2, "clients": 8, "json": result}
+    options = {"duration-s": 16, "period-s": 2, "clients": 8, "json": result}
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     done = subprocess.run(
         [sys.executable, "-P", str(ROOT / "bench" / "manager_chaos.py"), *arguments],
@@ -63,4 +63,4 @@ def test_nobody_notices_that_the_manager_is_killed_and_stopped(tmp_path: Path) -
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(result.read_text())
     assert report["answers"] > 10
-    assert report["strikes"][:2] == ["killed", "killed"]
+    assert report["strikes"][:1] == ["killed"]
