@@ -10,6 +10,8 @@ import pytest
 from cryptography import x509
 
 from kvorum.cluster.certs_command import run
+from kvorum.cluster.config import ClusterConfig
+from kvorum.cluster.launcher import running_cluster
 from kvorum.cluster.manager.tls import SERVER_NAME, TlsError, read_tls
 
 
@@ -39,3 +41,10 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(TlsError, match=r"ca\.crt"):
         read_tls(tmp_path)
+
+
+def test_a_cluster_whose_certificates_are_missing_is_not_started(tmp_path: Path) -> None:
+    config = ClusterConfig(executor="fake", control_tls=tmp_path)
+    starting = running_cluster(config, address=None, on_phase=lambda _: None, on_progress=lambda _, __: None)
+    with pytest.raises(TlsError, match="control_tls"):
+        starting.__enter__()
