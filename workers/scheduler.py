@@ -2,9 +2,9 @@
 
 Pure: no clock, no chance, no tensors; the KV store's bookkeeping is the only thing it changes beside its own queues.
 
-A step is one batch under one token budget. Decodes come first, one token each, then prefill chunks of running
-sequences, then new ones, each group in (priority, arrival) order. A chunk that does not end its prompt ends at a
-multiple of the block size.
+A step is one batch under one token budget. Decodes come first, one token each, then prefill chunks, those of running
+sequences before new ones of the same priority, each group in (priority, arrival) order. A chunk that does not end its
+prompt ends at a multiple of the block size.
 
 When blocks are missing, elastic sequences are shrunk first (reclaim.py), before anything is computed in the step: for
 what running sequences need next, and for the first one that waits. If a running sequence still finds no block, the last
@@ -183,12 +183,15 @@ class Scheduler:
         self._reclaimer.begin_step(self._running)
         self._make_room(step)
         self._running.sort(key=self._rank)
-        for decoding in (True, False):
-            for sequence in tuple(self._running):
-                if sequence in self._running and sequence.prompt_done == decoding:
-                    self._schedule_decode(sequence, step) if decoding else self._schedule_chunk(sequence, step)
-        if not step.is_short:
-            self._admit(step, now_s=now_s)
+        running = tuple(self._running)
+        for sequence in running:
+            if sequence in self._running and sequence.prompt_done:
+                self._schedule_decode(sequence, step)
+        for sequence in running:
+            if sequence in self._running and not sequence.prompt_done:
+                self._admit(step, now_s=now_s, before=sequence.request.priority)
+                self._schedule_chunk(sequence, step)
+        self._admit(step, now_s=now_s)
         ops = self._store.take_ops()
         if not ops and not step.rows:
             return None
@@ -298,9 +301,12 @@ class Scheduler:
         sequence.evicted_in_prefill |= kv.evicted_in_prefill
         step.add(chunk_row(sequence, kv, start=start, num_slots=num_slots))
 
-    def _admit(self, step: StepBuilder, *, now_s: float) -> None:
+    def _admit(self, step: StepBuilder, *, now_s: float, before: int | None = None) -> None:
+        """Start sequences that wait while there is room; before: only those that run before this priority."""
         while self._waiting and len(self._running) < self.limits.max_num_seqs and step.tokens_left > 0:
             sequence = self._waiting[0]
+            if step.is_short or (before is not None and sequence.request.priority >= before):
+                return
             if not (self._resume(sequence) if sequence.kv is not None else self._open(sequence, step)):
                 return
             self._waiting.remove(sequence)

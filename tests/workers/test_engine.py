@@ -702,6 +702,19 @@ class TestOrder:
         queued = {name: answer.receipt and answer.receipt.queued_ms for name, answer in in_loop(test).items()}
         assert queued == {"runs": 0.0, "overtakes": 9000.0 - 4000.0, "waits": 13000.0 - 2000.0}
 
+    def test_a_prompt_does_not_wait_for_the_rest_of_a_long_one_that_may_run_later(self) -> None:
+        async def test() -> list[list[int]]:
+            async with running(max_num_batched_tokens=8) as rig:
+                rig.session.submit(ask("long", range(40), max_tokens=1))
+                await rig.steps_taken(2)
+                rig.session.submit(ask("equal", range(100, 108), max_tokens=1))
+                rig.session.submit(replace(ask("urgent", range(200, 208), max_tokens=1), priority=-1))
+                await ended(rig.session, "long", "equal", "urgent", engine=rig.engine)
+                return [[row.seq_id for row in plan.rows] for plan in rig.steps.plans]
+
+        long, equal, urgent = 0, 1, 2
+        assert in_loop(test) == [[long], [long], [urgent], [long], [long], [long], [equal]]
+
     def test_no_step_has_more_sequences_than_allowed(self) -> None:
         async def test() -> list[int]:
             async with running(replace(INFO, max_num_seqs=3)) as rig:
