@@ -1,5 +1,5 @@
-# make demo | serve | test | lint | protos | kernels | bench | bench-gpu | bench-peers | bench-ranks | bench-manager | bench-allocation | chaos |
-# chaos-manager: each sets up what it needs in .venv first.
+# make demo | serve | test | lint | protos | kernels | bench | bench-gpu | bench-peers | bench-ranks | bench-manager | bench-allocation |
+# bench-pressure | bench-tenants | chaos | chaos-manager: each sets up what it needs in .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
@@ -8,7 +8,7 @@ ARGS ?=
 export PYTHONSAFEPATH := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo serve test lint format protos kernels bench bench-gpu bench-peers bench-ranks bench-manager bench-allocation chaos chaos-manager clean
+.PHONY: demo serve test lint format protos kernels bench bench-gpu bench-peers bench-ranks bench-manager bench-allocation bench-pressure bench-tenants chaos chaos-manager clean
 
 demo: .venv/.demo
 	$(BIN)/kvorum demo $(ARGS)
@@ -53,6 +53,12 @@ bench-manager: .venv/.demo
 
 bench-allocation: .venv/.demo
 	$(BIN)/python -P bench/allocation.py $(ARGS)
+
+bench-pressure: .venv/.dev
+	$(BIN)/python -P bench/pressure.py $(ARGS)
+
+bench-tenants: .venv/.dev
+	$(BIN)/python -P bench/tenants/run.py $(ARGS)
 
 chaos: .venv/.dev
 	$(BIN)/python -P bench/chaos/run.py $(ARGS)

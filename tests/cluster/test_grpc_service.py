@@ -187,7 +187,7 @@ def test_a_lost_engine_is_unavailable() -> None:
         details = await assert_refused(stub.Generate(request()), grpc.StatusCode.UNAVAILABLE, param=None)
         assert details["ErrorInfo"].reason == "ENGINE_LOST"
 
-    run(scenario, step_delay_s=0.01)
+    run(scenario, ClusterConfig(resume_timeout_s=0.5), step_delay_s=0.01)
 
 
 def test_an_unforeseen_error_is_internal_and_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -429,7 +429,7 @@ def test_an_engine_lost_in_mid_stream_is_an_event_without_done() -> None:
         assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
         assert_error(await completion(client), 503, "engine_lost", None)
 
-    run(scenario, step_delay_s=0.01)
+    run(scenario, ClusterConfig(resume_timeout_s=0.5), step_delay_s=0.01)
 
 
 def test_a_full_cluster_and_a_late_answer_have_their_status() -> None:

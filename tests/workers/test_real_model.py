@@ -158,7 +158,14 @@ def prefilled(long_prompt: list[int]) -> tuple[SlowDecoder, torch.Tensor]:
     return decoder, decoder.run(long_prompt, None, evict=False)
 
 
-@pytest.mark.parametrize(("index", "budget"), [(0, 64), pytest.param(1, 128, marks=pytest.mark.slow), (2, 256)])
+@pytest.mark.parametrize(
+    ("index", "budget"),
+    [
+        (0, 64),
+        pytest.param(1, 128, marks=pytest.mark.slow),
+        pytest.param(2, 256, marks=pytest.mark.slow),
+    ],
+)
 def test_h2o_keeps_what_the_slow_decoder_keeps(
     evicted: tuple[dict[str, Answer], Recorder], prefilled: tuple[SlowDecoder, torch.Tensor], index: int, budget: int
 ) -> None:
