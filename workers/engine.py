@@ -66,6 +66,7 @@ def build_engine(config: EngineConfig, shape: RankShape, executor: Executor, *, 
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_waiting=config.max_num_waiting,
+        tensor_parallel_size=config.tensor_parallel_size,
     )
     return Engine(
         info,

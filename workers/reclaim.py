@@ -29,6 +29,7 @@ from kvorum.workers.bidding import (
     surplus_blocks,
 )
 from kvorum.workers.governance import Directive, LadderStep
+from kvorum.workers.request import EventKind
 from kvorum.workers.sequence import Sequence as Stream
 
 # Got back at least, once the pool is short, as a share of it.
@@ -45,6 +46,7 @@ class Reclaimer:
         self._store = store
         self._directive: Directive | None = None
         self._ordered_blocks = 0
+        self._now_s = 0.0
         self.directive_done = 0
         self.price = 0.0
         self._reclaimed: Counter[LadderStep] = Counter()
@@ -70,8 +72,9 @@ class Reclaimer:
         """Say whether the last directive is yet to be carried out."""
         return self._directive is not None and self._directive.number != self.directive_done
 
-    def begin_step(self, running: Sequence[Stream]) -> None:
+    def begin_step(self, running: Sequence[Stream], *, now_s: float) -> None:
         """Carry out what is due before anything is computed."""
+        self._now_s = now_s
         self._cut_to_granted(running)
         self._lift_budgets(running)
         self._keep_allowances(running)
@@ -211,7 +214,7 @@ class Reclaimer:
         if budget >= kv.alive_slots:
             if kv.budget is None or kv.budget > budget:
                 kv.budget = budget
-                sequence.shrinks += 1
+                self._count_shrink(sequence, 0)
         elif sequence.keeps_floor:
             sequence.wanted_budget = budget
         else:
@@ -224,11 +227,15 @@ class Reclaimer:
         blocks, gain = blocks_for(budget + 1, self._store.block_size), self._store.gain_of_cut(kv, budget)
         if gain < 0 or (gain == 0 and blocks < held_blocks(sequence)):
             return
-        before = self._store.num_available
+        before, alive = self._store.num_available, kv.alive_slots
         if self._store.shrink(kv, budget):
             kv.budget = max(budget, blocks * self._store.block_size - 1)
-            sequence.shrinks += 1
+            self._count_shrink(sequence, alive - kv.alive_slots)
             self.count(step, self._store.num_available - before)
+
+    def _count_shrink(self, sequence: Stream, dropped_tokens: int) -> None:
+        sequence.shrinks += 1
+        sequence.note(EventKind.SHRUNK, self._now_s, dropped_tokens)
 
     def _could_give(self, sequence: Stream) -> int:
         """Return how many blocks would come free if a sequence were cut to its least."""

@@ -100,6 +100,26 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class EventKind(StrEnum):
+    """What may happen to a sequence's KV on its way."""
+
+    STARTED = "started"  # it got its first blocks; tokens: found in the prefix cache
+    CUT = "cut"  # to its budget, when its prompt was done; tokens: dropped
+    SHRUNK = "shrunk"  # for others; tokens: dropped, 0 when it was only held to what it had
+    OFFLOADED = "offloaded"  # to host memory; tokens: moved
+    PREEMPTED = "preempted"  # to be computed anew; tokens: lost
+    RESUMED = "resumed"  # it got blocks again; tokens: that need not be computed anew
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEvent:
+    """at_s: seconds since the sequence came to the engine. tokens: per KV head, as its kind says."""
+
+    kind: EventKind
+    at_s: float
+    tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Receipt:
     """What happened to a request's KV cache; sent with its last output.
@@ -108,7 +128,8 @@ class Receipt:
     kv_tokens_evicted: per KV head, at the end; their sum is the tokens whose KV was ever written. retained_mass: 1.0
     when nothing was evicted. kv_page_seconds: blocks held, integrated over time. evicted_in_prefill: the pool was too
     short to keep the prompt whole until its end. preemptions: how often the sequence was moved out and back, or
-    recomputed; offloads: the former alone. shrinks: how often it was cut, or held to what it had, for others.
+    recomputed; offloads: the former alone. shrinks: how often it was cut, or held to what it had, for others. events: in
+    order, the latest if there were very many.
     """
 
     policy: str
@@ -125,6 +146,7 @@ class Receipt:
     evicted_in_prefill: bool
     shrinks: int = 0
     offloads: int = 0
+    events: tuple[SequenceEvent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +177,7 @@ class EngineInfo:
     block_size: int
     max_num_seqs: int
     max_num_waiting: int
+    tensor_parallel_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from kvorum.workers.leases import LeaseBook
 from kvorum.workers.plan import BudgetQuery, CurveQuery, MassQuery, StepPlan, StepResult
 from kvorum.workers.reclaim import Reclaimer, is_measuring
 from kvorum.workers.report import report_pool
-from kvorum.workers.request import EngineRequest, FinishReason, RequestId, RequestOutput
+from kvorum.workers.request import EngineRequest, EventKind, FinishReason, RequestId, RequestOutput
 from kvorum.workers.request_checks import RequestChecks
 from kvorum.workers.sequence import Sequence
 from kvorum.workers.step_builder import StepBuilder, chunk_row, decode_row
@@ -74,7 +74,7 @@ class Scheduler:
         self._ended: list[Sequence] = []
         self._by_request: dict[RequestId, Sequence] = {}
         self._next_seq_id = 0
-        self._last_tick_s: float | None = None
+        self._now_s = 0.0  # of the last step
         self.totals = Totals()
         self.evicted_tokens: Counter[str] = Counter()
 
@@ -180,7 +180,7 @@ class Scheduler:
         self._tick(now_s)
         step = StepBuilder(self.limits.max_num_batched_tokens)
         self._waiting.sort(key=lambda sequence: sequence.order)
-        self._reclaimer.begin_step(self._running)
+        self._reclaimer.begin_step(self._running, now_s=now_s)
         self._make_room(step)
         self._running.sort(key=self._rank)
         running = tuple(self._running)
@@ -206,8 +206,7 @@ class Scheduler:
                 self._end(sequence, FinishReason.TIMEOUT)
 
     def _charge(self, now_s: float) -> None:
-        elapsed_s = 0.0 if self._last_tick_s is None else now_s - self._last_tick_s
-        self._last_tick_s = now_s
+        elapsed_s, self._now_s = now_s - self._now_s, now_s
         for sequence in [*self._running, *self._ended]:
             if sequence.kv is not None:
                 sequence.page_seconds += elapsed_s * len(sequence.kv.block_ids)
@@ -244,7 +243,7 @@ class Scheduler:
         kv = _resident(sequence)
         if step.tokens_left < 1:
             return
-        while not self._cut_to_budget(kv) or not self._store.extend_decode(kv):
+        while not self._cut_to_budget(sequence) or not self._store.extend_decode(kv):
             if self._get_back(sequence, step):
                 continue
             if is_measuring(self._running):
@@ -263,12 +262,17 @@ class Scheduler:
         self._reclaimer.get_back(max(1, needed), [other for other in self._running if not step.holds(other)])
         return self._store.num_available > available or blocks_to_go_on(sequence, self._store) < needed
 
-    def _cut_to_budget(self, kv: SequenceKV) -> bool:
+    def _cut_to_budget(self, sequence: Sequence) -> bool:
         """Cut a sequence whose prompt is done to its budget."""
+        kv = _resident(sequence)
         if not kv.over_budget:
             return True
         assert kv.budget is not None
-        return self._store.shrink(kv, kv.budget, prompt_done=True)
+        alive = kv.alive_slots
+        if not self._store.shrink(kv, kv.budget, prompt_done=True):
+            return False
+        sequence.note(EventKind.CUT, self._now_s, alive - kv.alive_slots)
+        return True
 
     def _schedule_chunk(self, sequence: Sequence, step: StepBuilder) -> None:
         kv = _resident(sequence)
@@ -309,6 +313,9 @@ class Scheduler:
                 return
             if not (self._resume(sequence) if sequence.kv is not None else self._open(sequence, step)):
                 return
+            is_first = sequence.first_scheduled_s is None
+            kept_tokens = _resident(sequence).alive_slots
+            sequence.note(EventKind.STARTED if is_first else EventKind.RESUMED, now_s, kept_tokens)
             self._waiting.remove(sequence)
             self._running.append(sequence)
             self._schedule_decode(sequence, step) if sequence.prompt_done else self._schedule_chunk(sequence, step)
@@ -354,14 +361,15 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence, step: StepBuilder) -> None:
-        before = self._store.num_available
+        before, tokens = self._store.num_available, _resident(sequence).alive_slots
         if self._store.preempt(_resident(sequence)) is PreemptedBy.RECOMPUTE:
             sequence.kv = None
             sequence.prompt_done = False
-            ladder_step = LadderStep.PREEMPT
+            ladder_step, kind = LadderStep.PREEMPT, EventKind.PREEMPTED
         else:
             sequence.offloads += 1
-            ladder_step = LadderStep.OFFLOAD
+            ladder_step, kind = LadderStep.OFFLOAD, EventKind.OFFLOADED
+        sequence.note(kind, self._now_s, tokens)
         self._reclaimer.count(ladder_step, self._store.num_available - before)
         sequence.wanted_budget = None
         sequence.preemptions += 1

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from kvorum.kvstore.policies import MIN_BUDGET_TOKENS, Policy
 from kvorum.kvstore.sequence import SequenceKV
 from kvorum.kvstore.types import SeqId
-from kvorum.workers.request import EngineRequest, FinishReason, Receipt
+from kvorum.workers.request import EngineRequest, EventKind, FinishReason, Receipt, SequenceEvent
+
+# A sequence's latest events are remembered.
+MAX_EVENTS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +47,11 @@ class Sequence:
     floor_blocks: int = 0
     curve: tuple[float, ...] = ()
     curve_tokens: int = 0
+    events: deque[SequenceEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+
+    def note(self, kind: EventKind, now_s: float, tokens: int = 0) -> None:
+        """Remember what happened to it."""
+        self.events.append(SequenceEvent(kind, now_s - self.arrival_s, tokens))
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -116,4 +125,5 @@ class Sequence:
             evicted_in_prefill=self.evicted_in_prefill,
             shrinks=self.shrinks,
             offloads=self.offloads,
+            events=tuple(self.events),
         )

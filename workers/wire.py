@@ -10,6 +10,7 @@ are checked at the edge.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from kvorum.kvstore.errors import (
@@ -26,14 +27,18 @@ from kvorum.workers.request import (
     EngineInfo,
     EngineRequest,
     EngineStats,
+    EventKind,
     FinishReason,
     KVParams,
     Receipt,
     RequestId,
     RequestOutput,
     SamplingParams,
+    SequenceEvent,
     TokenLogprobs,
 )
+
+_EVENT_KINDS = frozenset(kind.value for kind in EventKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +293,15 @@ def _receipt_from_pb(message: pb.Receipt) -> Receipt:
         evicted_in_prefill=message.evicted_in_prefill,
         shrinks=message.shrinks,
         offloads=message.offloads,
+        events=tuple(events_from_pb(message.events)),
     )
+
+
+def events_from_pb(messages: Iterable[pb.SequenceEvent]) -> Iterator[SequenceEvent]:
+    """Read a sequence's events; those of kinds that are not known here are left out."""
+    for message in messages:
+        if message.kind in _EVENT_KINDS:
+            yield SequenceEvent(EventKind(message.kind), message.at_s, message.tokens)
 
 
 def _rejection_to_pb(rejection: Rejection) -> pb.Rejection:
@@ -329,6 +342,7 @@ def _info_from_pb(message: pb.EngineInfo) -> EngineInfo:
         block_size=message.block_size,
         max_num_seqs=message.max_num_seqs,
         max_num_waiting=message.max_num_waiting,
+        tensor_parallel_size=message.tensor_parallel_size,
     )
 
 

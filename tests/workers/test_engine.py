@@ -27,6 +27,7 @@ from kvorum.workers.plan import StepPlan, StepResult
 from kvorum.workers.request import (
     EngineInfo,
     EngineRequest,
+    EventKind,
     FinishReason,
     KVParams,
     RequestId,
@@ -737,6 +738,11 @@ class TestOrder:
         preemptions = {name: answer.receipt and answer.receipt.preemptions for name, answer in answers.items()}
         assert preemptions["first"] == 0
         assert preemptions["last"]
+        receipt = answers["last"].receipt
+        assert receipt is not None
+        lost, resumed = receipt.events[1:3]
+        assert (lost.kind, resumed.kind) == (EventKind.PREEMPTED, EventKind.RESUMED)
+        assert 0.0 < lost.at_s < resumed.at_s
 
 
 class TestAccounts:

@@ -12,7 +12,7 @@ import torch
 
 from kvorum.kvstore.types import blocks_for
 from kvorum.workers.governance import LadderStep, LeaseTerms
-from kvorum.workers.request import EngineRequest, KVParams
+from kvorum.workers.request import EngineRequest, EventKind, KVParams
 from kvtest.cpu import cpu_backend
 from kvtest.engines import Answer, request, rig
 from kvtest.models import random_weights, reference_backend, tiny_spec
@@ -73,6 +73,11 @@ def test_in_a_third_of_the_pool_full_answers_do_not_change_and_nobody_is_preempt
         if item.kv.policy == "full":
             assert answer.token_ids == undisturbed()[item.request_id].token_ids
             assert (receipt.shrinks, receipt.kv_tokens_evicted) == (0, 0)
+        started, *later = receipt.events
+        assert (started.kind, started.tokens) == (EventKind.STARTED, 0)
+        shrinks = [event.kind for event in later if event.kind is not EventKind.CUT]
+        assert shrinks == [EventKind.SHRUNK] * receipt.shrinks
+        assert sum(event.tokens for event in later) <= receipt.kv_tokens_evicted
     assert sum(answer.receipt.shrinks for answer in answers.values() if answer.receipt) > 0
 
 
@@ -100,5 +105,8 @@ def test_a_sequence_that_lost_nothing_comes_back_from_host_memory_as_it_was(poli
     receipt = beside["moved"].receipt
     assert receipt is not None
     assert receipt.offloads == receipt.preemptions > 0
+    moves = [event for event in receipt.events if event.kind is not EventKind.CUT][1:]
+    assert [event.kind for event in moves] == [EventKind.OFFLOADED, EventKind.RESUMED] * receipt.offloads
+    assert all(there.tokens == back.tokens > 0 for there, back in zip(moves[::2], moves[1::2], strict=True))
     assert offloaded > 0
     assert beside["moved"].token_ids == alone["moved"].token_ids

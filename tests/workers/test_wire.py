@@ -21,12 +21,14 @@ from kvorum.workers.request import (
     EngineInfo,
     EngineRequest,
     EngineStats,
+    EventKind,
     FinishReason,
     KVParams,
     Receipt,
     RequestId,
     RequestOutput,
     SamplingParams,
+    SequenceEvent,
     TokenLogprobs,
 )
 from kvorum.workers.wire import (
@@ -104,6 +106,7 @@ receipts = st.builds(
     evicted_in_prefill=st.booleans(),
     shrinks=counts,
     offloads=counts,
+    events=st.lists(st.builds(SequenceEvent, st.sampled_from(EventKind), numbers, counts), max_size=3).map(tuple),
 )
 logprobs = st.builds(TokenLogprobs, numbers, st.lists(st.tuples(counts, numbers), max_size=3).map(tuple))
 outputs = st.builds(

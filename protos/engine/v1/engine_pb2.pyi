@@ -169,7 +169,7 @@ class Hello(_message.Message):
     def __init__(self, info: _Optional[_Union[EngineInfo, _Mapping]] = ..., stats: _Optional[_Union[EngineStats, _Mapping]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("engine_id", "model_name", "max_model_len", "vocab_size", "num_blocks", "block_size", "max_num_seqs", "max_num_waiting")
+    __slots__ = ("engine_id", "model_name", "max_model_len", "vocab_size", "num_blocks", "block_size", "max_num_seqs", "max_num_waiting", "tensor_parallel_size")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +178,7 @@ class EngineInfo(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     model_name: str
     max_model_len: int
@@ -186,7 +187,8 @@ class EngineInfo(_message.Message):
     block_size: int
     max_num_seqs: int
     max_num_waiting: int
-    def __init__(self, engine_id: _Optional[str] = ..., model_name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_waiting: _Optional[int] = ...) -> None: ...
+    tensor_parallel_size: int
+    def __init__(self, engine_id: _Optional[str] = ..., model_name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_waiting: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
     __slots__ = ("outputs", "stats")
@@ -229,7 +231,7 @@ class Alternative(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("policy", "kv_budget", "prompt_tokens", "prompt_tokens_cached", "completion_tokens", "kv_tokens_held", "kv_tokens_evicted", "retained_mass", "kv_page_seconds", "queued_ms", "preemptions", "evicted_in_prefill", "shrinks", "offloads")
+    __slots__ = ("policy", "kv_budget", "prompt_tokens", "prompt_tokens_cached", "completion_tokens", "kv_tokens_held", "kv_tokens_evicted", "retained_mass", "kv_page_seconds", "queued_ms", "preemptions", "evicted_in_prefill", "shrinks", "offloads", "events")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     KV_BUDGET_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -244,6 +246,7 @@ class Receipt(_message.Message):
     EVICTED_IN_PREFILL_FIELD_NUMBER: _ClassVar[int]
     SHRINKS_FIELD_NUMBER: _ClassVar[int]
     OFFLOADS_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
     policy: str
     kv_budget: int
     prompt_tokens: int
@@ -258,7 +261,18 @@ class Receipt(_message.Message):
     evicted_in_prefill: bool
     shrinks: int
     offloads: int
-    def __init__(self, policy: _Optional[str] = ..., kv_budget: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., kv_tokens_held: _Optional[int] = ..., kv_tokens_evicted: _Optional[int] = ..., retained_mass: _Optional[float] = ..., kv_page_seconds: _Optional[float] = ..., queued_ms: _Optional[float] = ..., preemptions: _Optional[int] = ..., evicted_in_prefill: _Optional[bool] = ..., shrinks: _Optional[int] = ..., offloads: _Optional[int] = ...) -> None: ...
+    events: _containers.RepeatedCompositeFieldContainer[SequenceEvent]
+    def __init__(self, policy: _Optional[str] = ..., kv_budget: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., kv_tokens_held: _Optional[int] = ..., kv_tokens_evicted: _Optional[int] = ..., retained_mass: _Optional[float] = ..., kv_page_seconds: _Optional[float] = ..., queued_ms: _Optional[float] = ..., preemptions: _Optional[int] = ..., evicted_in_prefill: _Optional[bool] = ..., shrinks: _Optional[int] = ..., offloads: _Optional[int] = ..., events: _Optional[_Iterable[_Union[SequenceEvent, _Mapping]]] = ...) -> None: ...
+
+class SequenceEvent(_message.Message):
+    __slots__ = ("kind", "at_s", "tokens")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    AT_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    at_s: float
+    tokens: int
+    def __init__(self, kind: _Optional[str] = ..., at_s: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Rejection(_message.Message):
     __slots__ = ("request_id", "code", "message", "param", "retry_after_s")
