@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from kvorum.cluster.config import ConfigError, suggest
+from kvorum.cluster.config import ConfigError
+from kvorum.cluster.config_flags import suggest
 from kvorum.kvstore.errors import KvorumError
 from kvorum.workers.config import COMPUTE_ENVIRONMENT
 

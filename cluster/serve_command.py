@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from kvorum.cluster.config import add_config_arguments, flags_of, load_config
+from kvorum.cluster.config_flags import add_config_arguments, flags_of, load_config
 from kvorum.cluster.launcher import RunningCluster, running_cluster, update_cluster
 from kvorum.cluster.model import resolve_checkpoint
 from kvorum.cluster.progress_view import ProgressView

@@ -9,16 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvorum.cluster.config import (
-    ONLY_ENGINES,
-    ONLY_ROUTERS,
-    ClusterConfig,
-    ConfigError,
-    add_config_arguments,
-    budget_from_number,
-    flags_of,
-    load_config,
-)
+from kvorum.cluster.config import ONLY_ENGINES, ONLY_ROUTERS, ClusterConfig, ConfigError, budget_from_number
+from kvorum.cluster.config_flags import add_config_arguments, flags_of, load_config
 from kvorum.kvstore.errors import InvalidRequestError
 
 
