@@ -1,95 +1,90 @@
-"""What Prometheus scrapes from a router: what its engines reported last, and what it counted itself."""
+"""What a router counts and measures itself, and its registry; docs/metrics.md says what each number means.
+
+What engines and the cache manager say of themselves is added by `metrics_views.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Literal
+from collections.abc import Callable, Collection, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvorum.cluster.engine_status import EngineStatus
-from kvorum.workers.request import FinishReason
+from kvorum.cluster.manager.types import ClusterView
+from kvorum.cluster.metrics_views import engine_families, manager_families
+from kvorum.cluster.tenant_labels import TenantLabels
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_Kind = Literal["gauge", "counter"]
-
-# (name, kind, help, value); a counter's name gets `_total` on the wire.
-_ENGINE_METRICS: tuple[tuple[str, _Kind, str, Callable[[EngineStatus], float]], ...] = (
-    ("kvorum_engine_up", "gauge", "1 while the engine takes requests.", lambda s: float(s.healthy)),
-    ("kvorum_num_requests_running", "gauge", "Sequences that the engine runs.", lambda s: s.stats.num_running),
-    ("kvorum_num_requests_waiting", "gauge", "Sequences that wait in the engine.", lambda s: s.stats.num_waiting),
-    (
-        "kvorum_kv_cache_usage_perc",
-        "gauge",
-        "Share of the KV blocks that sequences hold, 0 to 1.",
-        lambda s: s.stats.blocks_held / s.info.num_blocks,
-    ),
-    ("kvorum_kv_blocks_held", "gauge", "KV blocks that sequences hold.", lambda s: s.stats.blocks_held),
-    ("kvorum_kv_blocks_free", "gauge", "KV blocks that hold nothing.", lambda s: s.stats.blocks_free),
-    ("kvorum_kv_blocks_cached", "gauge", "KV blocks kept for their prefix.", lambda s: s.stats.blocks_cached),
-    ("kvorum_engine_steps", "counter", "Steps that the engine made.", lambda s: s.stats.steps_total),
-    ("kvorum_prompt_tokens", "counter", "Prompt tokens computed.", lambda s: s.stats.prompt_tokens_total),
-    ("kvorum_generation_tokens", "counter", "Tokens generated.", lambda s: s.stats.generation_tokens_total),
-    (
-        "kvorum_prefix_cache_queries",
-        "counter",
-        "Prompt tokens looked up in the prefix cache.",
-        lambda s: s.stats.prefix_cache_queries_total,
-    ),
-    (
-        "kvorum_prefix_cache_hits",
-        "counter",
-        "Prompt tokens found in the prefix cache.",
-        lambda s: s.stats.prefix_cache_hits_total,
-    ),
-    ("kvorum_num_preemptions", "counter", "Sequences preempted.", lambda s: s.stats.preemptions_total),
-)
+_LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
+_RPC_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
+_MASS_BUCKETS = (0.25, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 1.0)
 
 
 class RouterMetrics:
-    """One router's registry."""
+    """One router's registry.
 
-    def __init__(self, engines: Callable[[], Mapping[str, EngineStatus]]) -> None:
-        """Report on the engines that `engines` returns, by id, at each scrape."""
-        self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(engines))
-        self._finished = Counter(
-            "kvorum_request_success",
-            "Sequences that ended well.",
-            ("finished_reason",),
-            registry=self._registry,
+    tenants: who may have a label of its own. engines: returns what each engine said last, by id.
+    """
+
+    def __init__(self, tenants: Collection[str], engines: Callable[[], Mapping[str, EngineStatus]]) -> None:
+        self.tenants = TenantLabels(tenants)
+        self.registry = CollectorRegistry()
+        self._manager = _ManagerCollector(self.tenants)
+        self.registry.register(_EngineCollector(engines))
+        self.registry.register(self._manager)
+        self.requests = self._counter("requests", "Calls of the API, by protocol.", "protocol", "method")
+        self.rejections = self._counter(
+            "admission_rejections", "Calls answered with an error and nothing else, by its code.", "reason", "tenant"
         )
-        self._rejected = Counter(
-            "kvorum_admission_rejections",
-            "Requests that were turned away before an engine took them.",
-            ("reason",),
-            registry=self._registry,
+        self.failures = self._counter(
+            "request_failures", "Answers that ended before they were whole: an error's code, or cancelled.", "reason"
+        )
+        self.successes = self._counter("request_success", "Sequences that ended well.", "finished_reason")
+        self.resumes = self._counter(
+            "request_resumes", "Times that a request which lost its engine went on with another."
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests whose answers began.", "tenant")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens of answers, as clients got them.", "tenant")
+        self.evicted_tokens = self._counter(
+            "evicted_tokens", "Tokens evicted per KV head, as receipts told clients.", "tenant", "policy"
+        )
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token.", _LATENCY_BUCKETS
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of a sequence.", _TOKEN_BUCKETS
+        )
+        self.e2e_latency = self._histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to its whole answer.", _LATENCY_BUCKETS
+        )
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "Waited for a lease and in the engine, by whole answers.", _LATENCY_BUCKETS
+        )
+        self.retained_mass = self._histogram(
+            "retained_mass", "Attention mass that sequences kept to their end.", _MASS_BUCKETS, "policy"
+        )
+        self.manager_rpc = self._histogram(
+            "manager_rpc_seconds", "The cache manager's answers; Admit waits in line for room.", _RPC_BUCKETS, "rpc"
         )
 
-        self._resumed = Counter(
-            "kvorum_request_resumes",
-            "Times that a request which lost its engine went on with another.",
-            registry=self._registry,
-        )
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"kvorum_{name}", help_text, labels, registry=self.registry)
 
-    def count_resume(self) -> None:
-        """Count a request that went on with another engine."""
-        self._resumed.inc()
+    def _histogram(self, name: str, help_text: str, buckets: Collection[float], *labels: str) -> Histogram:
+        return Histogram(f"kvorum_{name}", help_text, labels, buckets=tuple(buckets), registry=self.registry)
 
-    def count_finish(self, reason: FinishReason) -> None:
-        """Count a sequence that ended well."""
-        self._finished.labels(reason.value).inc()
-
-    def count_rejection(self, reason: str) -> None:
-        """Count a request that was turned away."""
-        self._rejected.labels(reason).inc()
+    def show_manager(self, view: ClusterView | None) -> None:
+        """Report what the cache manager says, or that it cannot be reached."""
+        self._manager.show(view)
 
     def render(self) -> bytes:
         """Write everything in Prometheus' text format."""
-        return generate_latest(self._registry)
+        self.tenants.give_names()
+        return generate_latest(self.registry)
 
 
 class _EngineCollector(Collector):
@@ -97,18 +92,16 @@ class _EngineCollector(Collector):
         self._engines = engines
 
     def collect(self) -> Iterable[Metric]:
-        engines = self._engines()
-        for name, kind, help_text, value in _ENGINE_METRICS:
-            family = (GaugeMetricFamily if kind == "gauge" else CounterMetricFamily)(
-                name, help_text, labels=("engine",)
-            )
-            for engine_id, status in engines.items():
-                family.add_metric((engine_id,), value(status))
-            yield family
-        evicted = CounterMetricFamily(
-            "kvorum_evicted_tokens", "Tokens evicted per KV head.", labels=("engine", "policy")
-        )
-        for engine_id, status in engines.items():
-            for policy, count in status.stats.evicted_tokens_total.items():
-                evicted.add_metric((engine_id, policy), count)
-        yield evicted
+        return engine_families(self._engines())
+
+
+class _ManagerCollector(Collector):
+    def __init__(self, tenants: TenantLabels) -> None:
+        self._tenants = tenants
+        self._families: list[Metric] = []
+
+    def show(self, view: ClusterView | None) -> None:
+        self._families = manager_families(view, self._tenants)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

@@ -46,6 +46,7 @@ def _change(event: dict[str, Any]) -> ViewChange:
         gone_tenants=tuple(event["gone_tenants"]),
         price=event["price"],
         drift_blocks=event["drift_blocks"],
+        oldest_lease_s=event["oldest_lease_s"],
     )
 
 

@@ -17,6 +17,7 @@ import ray
 import ray.exceptions
 import ray.util
 
+from kvorum.cluster.config import LogFormat
 from kvorum.cluster.logs import log_to_stderr
 from kvorum.cluster.manager.cache_manager import CacheManager
 from kvorum.cluster.manager.channel import ManagerAddress, ManagerLostError
@@ -36,8 +37,8 @@ _CALL_TIMEOUT_S = 5.0
 class _ManagerActor:
     """One manager; its methods are called by routers and engines only to find it and to bring it the tenants."""
 
-    def __init__(self, tenants: Collection[TenantLimits], tls_folder: Path | None) -> None:
-        log_to_stderr()
+    def __init__(self, tenants: Collection[TenantLimits], tls_folder: Path | None, log_format: LogFormat) -> None:
+        log_to_stderr(log_format)
         manager = CacheManager(tenants, lease_s=LEASE_S, engine_grace_s=ENGINE_GRACE_S)
         tls = None if tls_folder is None else read_tls(tls_folder)
         self._server = ManagerServer(manager, token=secrets.token_urlsafe(32), tls=tls)
@@ -65,9 +66,12 @@ ManagerActor = ray.remote(_ManagerActor)
 class ManagerHandle:
     """Finds the manager, and makes it where there is none."""
 
-    def __init__(self, tls_folder: Path | None, *, tenants: Collection[TenantLimits] | None = None) -> None:
+    def __init__(
+        self, tls_folder: Path | None, *, log_format: LogFormat, tenants: Collection[TenantLimits] | None = None
+    ) -> None:
         """tenants: who there is, for those that know; the manager hears of it each time it is looked for."""
         self._tls_folder = tls_folder
+        self._log_format = log_format
         self._tenants = None if tenants is None else tuple(tenants)
 
     async def set_tenants(self, tenants: Collection[TenantLimits]) -> None:
@@ -98,7 +102,7 @@ class ManagerHandle:
             num_cpus=0,
             max_concurrency=1000,
         )
-        return actor.remote(self._tenants or (), self._tls_folder)
+        return actor.remote(self._tenants or (), self._tls_folder, self._log_format)
 
 
 def kill_manager() -> None:

@@ -145,7 +145,7 @@ class CacheManager:
         self._ceilings.compare_reports(engine.report, report)
         engine.report = report
         for use in changes.started:
-            self._ledger.begin_use(engine, use)
+            self._ledger.begin_use(engine, use, now_s=now_s)
         for lease_id in changes.ended:
             self._end_use(engine, lease_id, now_s)
         if changes.ended or self._is_recovering(now_s):
@@ -188,7 +188,7 @@ class CacheManager:
         for record in records:
             if self._lifetimes.is_released(record.lease_id):
                 continue
-            lease = self._ledger.promise(record, now_s + self._lease_s)
+            lease = self._ledger.promise(record, now_s + self._lease_s, now_s=now_s)
             if lease:
                 self._lifetimes.watch_lease(lease)
             engine = self._ledger.engines.get(record.engine_id)
@@ -320,7 +320,7 @@ class CacheManager:
 
     def _grant(self, request: AdmitRequest, engine: Engine, now_s: float) -> Granted:
         record = LeaseRecord(request.lease_id, request.tenant, engine.engine_id, request.sequence_blocks)
-        lease = self._ledger.promise(record, now_s + self._lease_s)
+        lease = self._ledger.promise(record, now_s + self._lease_s, now_s=now_s)
         assert lease, "a lease is granted where it is"
         self._lifetimes.watch_lease(lease)
         self._allowances.touch(engine.engine_id)
@@ -369,6 +369,10 @@ class CacheManager:
     def view(self) -> ClusterView:
         """Return what is known now; costs engines * tenants."""
         return view_of(self._ledger, self._ceilings, self._room)
+
+    def oldest_lease_s(self, now_s: float) -> float:
+        """Return how long the oldest lease has been known; 0 without one. Costs the number of leases."""
+        return self._ledger.oldest_lease_s(now_s)
 
     def audit(self) -> None:
         """Raise AssertionError where the books are not right."""

@@ -28,10 +28,11 @@ from kvorum.workers.governance import EngineReport, LeaseUse
 
 @dataclass(slots=True)
 class Lease:
-    """One lease on one engine."""
+    """One lease on one engine. since_s: when it was first heard of here."""
 
     lease_id: str
     tenant: str
+    since_s: float
     promised: tuple[int, ...] = ()
     used_blocks: int | None = None
     expires_at_s: float = 0.0
@@ -199,7 +200,13 @@ class Ledger:
         engine = self.home_of(lease_id)
         return engine.leases[lease_id].expires_at_s if engine and engine.leases[lease_id].promised else None
 
-    def promise(self, record: LeaseRecord, expires_at_s: float) -> Lease | None:
+    def oldest_lease_s(self, now_s: float) -> float:
+        """Return how long the oldest lease has been known; 0 without one."""
+        return max(
+            (now_s - lease.since_s for engine in self.engines.values() for lease in engine.leases.values()), default=0.0
+        )
+
+    def promise(self, record: LeaseRecord, expires_at_s: float, *, now_s: float) -> Lease | None:
         """Set or prolong a lease's promise; None, and nothing happens, when it is promised elsewhere."""
         home = self.home_of(record.lease_id)
         if home and home.engine_id != record.engine_id:
@@ -209,7 +216,7 @@ class Ledger:
             lease.expires_at_s = max(lease.expires_at_s, expires_at_s)
             return lease
         engine = home or self.engine(record.engine_id)
-        lease = self._take_out(engine, record.lease_id) or Lease(record.lease_id, record.tenant)
+        lease = self._take_out(engine, record.lease_id) or Lease(record.lease_id, record.tenant, now_s)
         lease.promised, lease.expires_at_s = record.sequence_blocks, expires_at_s
         self._put(engine, lease)
         return lease
@@ -220,15 +227,15 @@ class Ledger:
         if not engine or not engine.leases[lease_id].promised:
             return None
         lease = engine.leases[lease_id]
-        before = Lease(lease_id, lease.tenant, lease.promised, lease.used_blocks, lease.expires_at_s)
+        before = Lease(lease_id, lease.tenant, lease.since_s, lease.promised, lease.used_blocks, lease.expires_at_s)
         self._remove(engine, lease)
         lease.promised = ()
         self._put(engine, lease)
         return before
 
-    def begin_use(self, engine: Engine, use: LeaseUse) -> None:
+    def begin_use(self, engine: Engine, use: LeaseUse, *, now_s: float) -> None:
         """Count what an engine says a lease's sequences hold."""
-        lease = self._take_out(engine, use.lease_id) or Lease(use.lease_id, use.tenant)
+        lease = self._take_out(engine, use.lease_id) or Lease(use.lease_id, use.tenant, now_s)
         lease.used_blocks = use.reserved_blocks
         self._put(engine, lease)
 

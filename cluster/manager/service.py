@@ -16,7 +16,7 @@ import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -220,7 +220,8 @@ class ManagerServer:
         """Yield the whole state, then what changes."""
         seen, number = ClusterView(), 0
         while True:
-            view, number = self.manager.view(), number + 1
+            oldest_lease_s = self.manager.oldest_lease_s(self._clock())
+            view, number = replace(self.manager.view(), oldest_lease_s=oldest_lease_s), number + 1
             yield change_to_pb(number, difference(seen, view))
             seen = view
             await asyncio.sleep(WATCH_PERIOD_S)

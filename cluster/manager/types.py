@@ -156,10 +156,11 @@ class ClusterView:
     """The manager's whole knowledge at one moment.
 
     price: the highest of any engine. drift_blocks: difference between what engines say they hold and what their
-    tenants add up to; 0 when the ledger is right.
+    tenants add up to; 0 when the ledger is right. oldest_lease_s: age of the oldest lease, 0 without one.
     """
 
     engines: tuple[EngineView, ...] = ()
     tenants: tuple[TenantView, ...] = ()
     price: float = 0.0
     drift_blocks: int = 0
+    oldest_lease_s: float = 0.0

@@ -17,6 +17,7 @@ class ViewChange:
     gone_tenants: tuple[str, ...] = ()
     price: float = 0.0
     drift_blocks: int = 0
+    oldest_lease_s: float = 0.0
 
 
 def difference(before: ClusterView, after: ClusterView) -> ViewChange:
@@ -30,6 +31,7 @@ def difference(before: ClusterView, after: ClusterView) -> ViewChange:
         gone_tenants=tuple(old_tenants),
         price=after.price,
         drift_blocks=after.drift_blocks,
+        oldest_lease_s=after.oldest_lease_s,
     )
 
 
@@ -43,4 +45,5 @@ def apply(before: ClusterView, change: ViewChange) -> ClusterView:
         tenants=tuple(tenants[name] for name in sorted(tenants.keys() - set(change.gone_tenants))),
         price=change.price,
         drift_blocks=change.drift_blocks,
+        oldest_lease_s=change.oldest_lease_s,
     )

@@ -236,6 +236,7 @@ def change_to_pb(number: int, change: ViewChange) -> pb.WatchResponse:
         gone_tenants=change.gone_tenants,
         price=change.price,
         drift_blocks=change.drift_blocks,
+        oldest_lease_s=change.oldest_lease_s,
     )
 
 
@@ -259,6 +260,7 @@ def change_from_pb(message: pb.WatchResponse) -> ViewChange:
         gone_tenants=tuple(message.gone_tenants),
         price=message.price,
         drift_blocks=message.drift_blocks,
+        oldest_lease_s=message.oldest_lease_s,
     )
 
 

@@ -251,7 +251,7 @@ class WatchRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WatchResponse(_message.Message):
-    __slots__ = ("number", "engines", "tenants", "gone_engines", "gone_tenants", "price", "drift_blocks")
+    __slots__ = ("number", "engines", "tenants", "gone_engines", "gone_tenants", "price", "drift_blocks", "oldest_lease_s")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +259,7 @@ class WatchResponse(_message.Message):
     GONE_TENANTS_FIELD_NUMBER: _ClassVar[int]
     PRICE_FIELD_NUMBER: _ClassVar[int]
     DRIFT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_LEASE_S_FIELD_NUMBER: _ClassVar[int]
     number: int
     engines: _containers.RepeatedCompositeFieldContainer[EngineView]
     tenants: _containers.RepeatedCompositeFieldContainer[TenantView]
@@ -266,7 +267,8 @@ class WatchResponse(_message.Message):
     gone_tenants: _containers.RepeatedScalarFieldContainer[str]
     price: float
     drift_blocks: int
-    def __init__(self, number: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineView, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantView, _Mapping]]] = ..., gone_engines: _Optional[_Iterable[str]] = ..., gone_tenants: _Optional[_Iterable[str]] = ..., price: _Optional[float] = ..., drift_blocks: _Optional[int] = ...) -> None: ...
+    oldest_lease_s: float
+    def __init__(self, number: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineView, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantView, _Mapping]]] = ..., gone_engines: _Optional[_Iterable[str]] = ..., gone_tenants: _Optional[_Iterable[str]] = ..., price: _Optional[float] = ..., drift_blocks: _Optional[int] = ..., oldest_lease_s: _Optional[float] = ...) -> None: ...
 
 class EngineView(_message.Message):
     __slots__ = ("engine_id", "total_blocks", "held_blocks", "reserved_blocks", "cached_blocks", "free_blocks", "num_leases", "price", "reclaimed")
