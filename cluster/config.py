@@ -202,7 +202,8 @@ class ObservabilitySection(_Section):
     """What is told of requests beside /metrics."""
 
     log_format: LogFormat = Field(
-        default="text", description="How routers, engines and the cache manager write their logs; json: an object a line."
+        default="text",
+        description="How routers, engines and the cache manager write their logs; json: an object a line.",
     )
     otlp_endpoint: str | None = Field(
         default=None,

@@ -68,7 +68,7 @@ class EngineReplica:
         """
         from ray import serve  # not for those who only ask how far an engine is
 
-        log_to_stderr()
+        log_to_stderr(config.log_format)
         self._config = config
         self._engine_id = f"engine-{serve.get_replica_context().replica_id.unique_id}"
         self._build_engine = build_engine
@@ -76,7 +76,9 @@ class EngineReplica:
         self._address: str | None = None
         self._engine: Engine | None = None
         self._server: EngineServer | None = None
-        self._manager = ManagerHandle(config.control_tls) if config.cache_manager else None
+        self._manager = (
+            ManagerHandle(config.control_tls, log_format=config.log_format) if config.cache_manager else None
+        )
         self._agent: asyncio.Task[None] | None = None
         self._life = asyncio.create_task(self._live())
         while waits_for_model and not self._progress.is_ready:

@@ -13,11 +13,11 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
 from kvorum.cluster.admission import LocalAdmission
+from kvorum.cluster.calls import Call, Protocol
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.engine_directory import EngineDirectory
 from kvorum.cluster.engine_status import EngineStatus
-from kvorum.cluster.errors import status_of
-from kvorum.cluster.generation import Delta, Generator, ResumePolicy
+from kvorum.cluster.generation import Delta, Generator, ResumePolicy, Trail
 from kvorum.cluster.managed_admission import ManagedAdmission
 from kvorum.cluster.manager.channel import FindManager
 from kvorum.cluster.manager.tls import read_tls
@@ -27,10 +27,13 @@ from kvorum.cluster.model import ServedModel
 from kvorum.cluster.planning import GenerationRequest, Prompting, Surroundings, plan_generation
 from kvorum.cluster.sampling_fields import SamplingFields
 from kvorum.cluster.tenants import TenantTable
-from kvorum.kvstore.errors import CapacityError, InvalidRequestError, NeverFitsError
+from kvorum.kvstore.errors import CapacityError, InvalidRequestError
 from kvorum.workers.request import RequestId
 
 logger = logging.getLogger(__name__)
+
+# A scrape waits for the cache manager's numbers no longer than this.
+_LOOK_TIMEOUT_S = 1.0
 
 
 class Frontend:
@@ -53,7 +56,7 @@ class Frontend:
         self.config = config
         self.model = model
         self.tenants = TenantTable(config.tenants, api_key=config.api_key)
-        self.metrics = RouterMetrics(self.statuses)
+        self.metrics = RouterMetrics(self.tenants.names, self.statuses)
         self.is_draining = False
         self._engines = engines
         self._rng = rng or random.Random(config.seed)
@@ -63,14 +66,19 @@ class Frontend:
             engines.clients,
             self._managed or LocalAdmission(self.live_engines),
             resume=ResumePolicy(max_resumes=config.max_resumes, timeout_s=config.resume_timeout_s),
-            on_finish=self.metrics.count_finish,
-            on_resume=self.metrics.count_resume,
+            on_resume=self.metrics.resumes.inc,
         )
         self._tasks: list[asyncio.Task[None]] = []
 
     def _managed_admission(self, find_manager: FindManager) -> ManagedAdmission:
         tls = read_tls(self.config.control_tls) if self.config.control_tls else None
-        return ManagedAdmission(find_manager, self.live_engines, router_id=uuid.uuid4().hex, tls=tls)
+        return ManagedAdmission(
+            find_manager,
+            self.live_engines,
+            router_id=uuid.uuid4().hex,
+            tls=tls,
+            on_answer=lambda rpc, seconds: self.metrics.manager_rpc.labels(rpc).observe(seconds),
+        )
 
     def start(self) -> None:
         """Connect to the engines, and to the cache manager."""
@@ -113,6 +121,7 @@ class Frontend:
     def set_tenants(self, tenants: TenantTable) -> None:
         """Take new tenants; requests that were planned go on under the old ones."""
         self.tenants = tenants
+        self.metrics.tenants.add(tenants.names)
 
     def authenticate(self, authorization: str | None) -> str:
         """Return the tenant of an Authorization header or metadata entry; raises AuthenticationError."""
@@ -132,16 +141,38 @@ class Frontend:
         return plan_generation(fields, prompting, around)
 
     @contextlib.asynccontextmanager
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[AsyncIterator[Delta]]:
+    async def generate(
+        self, request: GenerationRequest, *, trail: Trail | None = None
+    ) -> AsyncIterator[AsyncIterator[Delta]]:
         """Run a request; leaving the context ends whatever of it still runs."""
         if self.is_draining:
             raise CapacityError("the router is shutting down", retry_after_s=1.0)
-        try:
-            async with self._generator.open(request) as deltas:
-                yield deltas
-        except (CapacityError, NeverFitsError) as error:
-            self.metrics.count_rejection(status_of(error).code)
-            raise
+        async with self._generator.open(request, trail=trail) as deltas:
+            yield deltas
+
+    def call(self, protocol: Protocol, method: str, *, generates: bool, headers: Mapping[str, str]) -> Call:
+        """Return what a client's call is noted in, from its arrival to its end."""
+        return Call(protocol, method, generates=generates, headers=headers, metrics=self.metrics)
+
+    @contextlib.asynccontextmanager
+    async def answer(self, call: Call, request: GenerationRequest) -> AsyncIterator[AsyncIterator[Delta]]:
+        """Run what a call asks for; leaving the context ends whatever of it still runs."""
+        async with (
+            self.generate(request, trail=call.trail) as deltas,
+            contextlib.aclosing(call.watch(request, deltas)) as watched,
+        ):
+            yield watched
+
+    async def render_metrics(self) -> bytes:
+        """Write the router's, the engines' and the cache manager's numbers in Prometheus' text format."""
+        await self.refresh_metrics()
+        return self.metrics.render()
+
+    async def refresh_metrics(self) -> None:
+        """Ask the cache manager for its numbers, if there is one, and name the tenants that have most requests."""
+        self.metrics.tenants.give_names()
+        if self._managed:
+            self.metrics.show_manager(await self._managed.link.look(timeout_s=_LOOK_TIMEOUT_S))
 
     def watch_cluster(self, *, tenant: str) -> AsyncGenerator[ViewChange]:
         """Return the cluster's whole state, then what changes, to an operator.

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvorum.cluster.admission import Admission, Demand, Lease
 from kvorum.cluster.detokenizer import IncrementalDetokenizer, StopFilter
@@ -68,6 +68,22 @@ class Delta:
     ending: Ending | None = None
 
 
+@dataclass(slots=True)
+class Attempt:
+    """One try to have a request served. Times are monotonic seconds; leased_s is None where no lease was got."""
+
+    asked_s: float
+    engine_id: str = ""
+    leased_s: float | None = None
+
+
+@dataclass(slots=True)
+class Trail:
+    """Where a request has been, for those who want to tell of it."""
+
+    attempts: list[Attempt] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class ResumePolicy:
     """How a request goes on when its engine is lost.
@@ -89,14 +105,12 @@ class Generator:
         admission: Admission,
         *,
         resume: ResumePolicy,
-        on_finish: Callable[[FinishReason], None],
         on_resume: Callable[[], None],
     ) -> None:
-        """Serve `model` on the engines that there are; on_finish hears how each sequence ended, on_resume of losses."""
+        """Serve `model` on the engines that there are; on_resume hears of requests that go on after a loss."""
         self.model = model
         self.admission = admission
         self.resume = resume
-        self.on_finish = on_finish
         self.on_resume = on_resume
         self._engines = engines
         self._running: dict[tuple[str, RequestId], _Run] = {}
@@ -107,14 +121,16 @@ class Generator:
         return len(self._running)
 
     @contextlib.asynccontextmanager
-    async def open(self, request: GenerationRequest) -> AsyncIterator[AsyncIterator[Delta]]:
-        """Start a request; leaving the context ends whatever of it still runs."""
+    async def open(
+        self, request: GenerationRequest, *, trail: Trail | None = None
+    ) -> AsyncIterator[AsyncIterator[Delta]]:
+        """Start a request; leaving the context ends whatever of it still runs. Where it goes is noted in trail."""
         key = (request.tenant, request.request_id)
         if key in self._running:
             raise InvalidRequestError(
                 f"request_id: a request with id {request.request_id!r} is running", param="request_id"
             )
-        run = _Run(self, request)
+        run = _Run(self, request, trail or Trail())
         self._running[key] = run
         try:
             await run.start()
@@ -141,9 +157,10 @@ class Generator:
 class _Run:
     """One request on its way over one engine, or over several, one after the other."""
 
-    def __init__(self, generator: Generator, request: GenerationRequest) -> None:
+    def __init__(self, generator: Generator, request: GenerationRequest, trail: Trail) -> None:
         self._generator = generator
         self._request = request
+        self._trail = trail
         self._deadline_s = _now_s() + request.timeout_s
         self._open = [
             _Sequence(index, sequence, request, generator.model) for index, sequence in enumerate(request.sequences)
@@ -169,20 +186,22 @@ class _Run:
 
     async def _submit(self) -> None:
         """Get a lease and send what is not over to the leased engine."""
-        asked_s = _now_s()
-        lease = await self._generator.admission.admit(self._demand(asked_s))
-        self._admission_s += _now_s() - asked_s
+        attempt = Attempt(_now_s())
+        self._trail.attempts.append(attempt)
+        lease = await self._generator.admission.admit(self._demand(attempt.asked_s))
+        attempt.engine_id, attempt.leased_s = lease.engine_id, _now_s()
+        self._admission_s += attempt.leased_s - attempt.asked_s
         self._lease, self._engine_id = lease, lease.engine_id
         if self._is_aborted:
             raise AbortedError("the request was aborted")
         remaining_s = max(0.0, self._deadline_s - _now_s())
-        attempts = [
+        sent = [
             sequence.attempt(self._num_attempts, lease, blocks, timeout_s=remaining_s)
             for sequence, blocks in zip(self._open, lease.sequence_blocks, strict=True)
         ]
         self._num_attempts += 1
-        self._attempts = {attempt.request_id: sequence for attempt, sequence in zip(attempts, self._open, strict=True)}
-        self._stream = self._generator.engine(lease.engine_id).submit(attempts)
+        self._attempts = {each.request_id: sequence for each, sequence in zip(sent, self._open, strict=True)}
+        self._stream = self._generator.engine(lease.engine_id).submit(sent)
 
     def _demand(self, now_s: float) -> Demand:
         """Return what the sequences that are not over ask for; each attempt is a lease of its own."""
@@ -258,7 +277,6 @@ class _Run:
             sequence.needs_finish = False
         if delta.ending:
             self._open.remove(sequence)
-            self._generator.on_finish(delta.ending.reason)
         return delta if delta != Delta(delta.index) else None
 
     def ending(self, reason: FinishReason, receipt: Receipt, *, completion_tokens: int) -> Ending:

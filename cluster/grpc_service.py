@@ -8,17 +8,17 @@ An error is set on the call's context and the method returns: under Serve a rais
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import uuid
-from collections.abc import AsyncIterator, Iterable
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 import grpc
-from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]  # has no types
 
 from kvorum.cluster.addresses import is_loopback
+from kvorum.cluster.calls import Call
 from kvorum.cluster.errors import UnforeseenError, grpc_status_of
 from kvorum.cluster.frontend import Frontend
 from kvorum.cluster.grpc_messages import (
@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _HEALTH_POLL_S = 0.1
-
-_Response = TypeVar("_Response", bound=Message)
 
 
 class CallContext(Protocol):
@@ -72,21 +70,25 @@ class GrpcService:
         self, request: pb.GenerateRequest, grpc_context: CallContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Stream one answer."""
-        try:
-            tenant = self._authenticate(grpc_context)
-            fields = generate_fields(request)
-            prompting = await self._prompting(request, fields)
-            plan = self._frontend.plan(fields, prompting, tenant=tenant)
-            async with self._frontend.generate(plan) as deltas:
-                async for delta in deltas:
-                    yield delta_message(plan.request_id, delta, prompt_tokens=plan.prompt_tokens)
-        except Exception as error:
-            _set_error(grpc_context, error)
+        with self._call(grpc_context, "Generate") as call:
+            try:
+                tenant = self._authenticate(grpc_context, call)
+                fields = generate_fields(request)
+                if fields.request_id:
+                    call.identify(RequestId(fields.request_id))
+                prompting = await self._prompting(request, fields, call.request_id)
+                plan = self._frontend.plan(fields, prompting, tenant=tenant)
+                async with self._frontend.answer(call, plan) as deltas:
+                    async for delta in deltas:
+                        yield delta_message(plan.request_id, delta, prompt_tokens=plan.prompt_tokens)
+            except Exception as error:
+                _set_error(grpc_context, error, call)
 
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: CallContext) -> pb.TokenizeResponse:
         """Turn text or a conversation into token ids."""
-        try:
-            self._authenticate(grpc_context)
+        response = pb.TokenizeResponse()
+        with self._answering(grpc_context, "Tokenize") as call:
+            self._authenticate(grpc_context, call)
             model = self._frontend.model
             check_model(request.model, model)
             match request.WhichOneof("input"):
@@ -97,29 +99,27 @@ class GrpcService:
                     token_ids = await self._encode_chat(conversation_fields(request.chat))
                 case _:
                     raise InvalidRequestError("input: give text or chat", param="input")
-            return pb.TokenizeResponse(token_ids=token_ids, max_model_len=model.max_model_len)
-        except Exception as error:
-            return _failed(pb.TokenizeResponse(), grpc_context, error)
+            response.token_ids.extend(token_ids)
+            response.max_model_len = model.max_model_len
+        return response
 
     async def ListModels(self, request: pb.ListModelsRequest, grpc_context: CallContext) -> pb.ListModelsResponse:
         """Name the served model."""
-        try:
-            self._authenticate(grpc_context)
+        response = pb.ListModelsResponse()
+        with self._answering(grpc_context, "ListModels") as call:
+            self._authenticate(grpc_context, call)
             model = self._frontend.model
-            return pb.ListModelsResponse(models=[pb.Model(id=model.name, max_model_len=model.max_model_len)])
-        except Exception as error:
-            return _failed(pb.ListModelsResponse(), grpc_context, error)
+            response.models.add(id=model.name, max_model_len=model.max_model_len)
+        return response
 
     async def Abort(self, request: pb.AbortRequest, grpc_context: CallContext) -> pb.AbortResponse:
         """End a running Generate call of this router."""
-        try:
-            tenant = self._authenticate(grpc_context)
+        with self._answering(grpc_context, "Abort") as call:
+            tenant = self._authenticate(grpc_context, call)
             if not self._frontend.abort(RequestId(request.request_id), tenant=tenant):
                 grpc_context.set_code(grpc.StatusCode.NOT_FOUND)
                 grpc_context.set_details(f"no request {request.request_id[:256]!r} is running here")
-            return pb.AbortResponse()
-        except Exception as error:
-            return _failed(pb.AbortResponse(), grpc_context, error)
+        return pb.AbortResponse()
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: CallContext
@@ -156,7 +156,20 @@ class GrpcService:
         status: int = statuses.SERVING if self._frontend.is_ready else statuses.NOT_SERVING
         return status
 
-    def _authenticate(self, grpc_context: CallContext) -> str:
+    def _call(self, grpc_context: CallContext, method: str) -> Call:
+        texts = ((key, value) for key, value in grpc_context.invocation_metadata() or () if isinstance(value, str))
+        return self._frontend.call("grpc", method, generates=method == "Generate", headers=dict(texts))
+
+    @contextlib.contextmanager
+    def _answering(self, grpc_context: CallContext, method: str) -> Iterator[Call]:
+        """Note a call; what is raised becomes its status."""
+        with self._call(grpc_context, method) as call:
+            try:
+                yield call
+            except Exception as error:
+                _set_error(grpc_context, error, call)
+
+    def _authenticate(self, grpc_context: CallContext, call: Call) -> str:
         """Return the tenant whose key the call brings."""
         # Serve's gRPC port is open on all interfaces whatever the host: what was not to be reached is not served.
         if is_loopback(self._frontend.config.host) and not is_loopback(_peer_host(grpc_context.peer())):
@@ -165,9 +178,11 @@ class GrpcService:
             )
         values = [value for key, value in grpc_context.invocation_metadata() or () if key == "authorization"]
         value = values[0] if values else None
-        return self._frontend.authenticate(value.decode(errors="replace") if isinstance(value, bytes) else value)
+        text = value.decode(errors="replace") if isinstance(value, bytes) else value
+        call.tenant = self._frontend.authenticate(text)
+        return call.tenant
 
-    async def _prompting(self, request: pb.GenerateRequest, fields: GenerateFields) -> Prompting:
+    async def _prompting(self, request: pb.GenerateRequest, fields: GenerateFields, request_id: RequestId) -> Prompting:
         model = self._frontend.model
         check_model(fields.model, model)
         match request.WhichOneof("input"):
@@ -181,7 +196,7 @@ class GrpcService:
             case _:
                 raise InvalidRequestError("input: give text, token_ids or chat", param="input")
         return Prompting(
-            request_id=RequestId(fields.request_id or uuid.uuid4().hex),
+            request_id=request_id,
             prompts=(prompt,),
             prompt_param=param,
             max_tokens=fields.max_tokens,
@@ -203,15 +218,14 @@ def _is_known(service: str) -> bool:
     return service in ("", SERVICE_NAME)
 
 
-def _failed(response: _Response, grpc_context: CallContext, error: Exception) -> _Response:
-    _set_error(grpc_context, error)
-    return response
-
-
-def _set_error(grpc_context: CallContext, error: Exception) -> None:
+def _set_error(grpc_context: CallContext, error: Exception, call: Call) -> None:
     if not isinstance(error, KvorumError):
         logger.error("call failed", exc_info=error)
         error = UnforeseenError()
+    if call.first_token_s is None:
+        call.refuse(error)
+    else:
+        call.fail(error)
     status = grpc_status_of(error)
     grpc_context.set_code(status.code)
     grpc_context.set_details(status.details)

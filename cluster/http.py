@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -31,9 +30,11 @@ from kvorum.cluster.answers import (
     receipt_of,
     usage_of,
 )
+from kvorum.cluster.calls import Call
 from kvorum.cluster.errors import UnforeseenError, http_error_body, retry_after_s, status_of
 from kvorum.cluster.frontend import Frontend
 from kvorum.cluster.generation import Ending
+from kvorum.cluster.http_calls import NoteCalls, call_of
 from kvorum.cluster.manager.watching import ViewChange
 from kvorum.cluster.metrics import CONTENT_TYPE
 from kvorum.cluster.openai import (
@@ -50,7 +51,6 @@ from kvorum.cluster.openai import (
 from kvorum.cluster.planning import GenerationRequest, Prompting, check_model
 from kvorum.cluster.sampling_fields import RequestFields, invalid_request
 from kvorum.kvstore.errors import InvalidRequestError, KvorumError
-from kvorum.workers.request import RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ _Fields = TypeVar("_Fields", bound=RequestFields)
 def create_app(frontend: Frontend) -> FastAPI:
     """Build the HTTP application in front of a frontend."""
     app = FastAPI(title="kvorum", openapi_url=None)
+    app.add_middleware(NoteCalls, frontend=frontend)
     _add_error_handlers(app)
     _add_inference_routes(app, frontend)
     _add_model_routes(app, frontend)
@@ -80,14 +81,15 @@ def _add_inference_routes(app: FastAPI, frontend: Frontend) -> None:
         prompt = await frontend.model.encode_chat([message.for_template() for message in request.messages])
         uses_new_name = request.max_completion_tokens is not None
         prompting = Prompting(
-            request_id=_new_request_id(),
+            request_id=call_of(http).request_id,
             prompts=(prompt,),
             prompt_param="messages",
             max_tokens=request.max_completion_tokens if uses_new_name else request.max_tokens,
             max_tokens_param="max_completion_tokens" if uses_new_name else "max_tokens",
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
-        writer = _AnswerWriter(frontend, ChatFormat(frontend.model), frontend.plan(request, prompting, tenant=tenant))
+        plan = frontend.plan(request, prompting, tenant=tenant)
+        writer = _AnswerWriter(frontend, ChatFormat(frontend.model), plan, call_of(http))
         return await writer.respond(stream=bool(request.stream), include_usage=request.include_usage)
 
     @app.post("/v1/completions")
@@ -97,7 +99,7 @@ def _add_inference_routes(app: FastAPI, frontend: Frontend) -> None:
         check_model(request.model, frontend.model)
         prompts = await _completion_prompts(request, frontend)
         prompting = Prompting(
-            request_id=_new_request_id(),
+            request_id=call_of(http).request_id,
             prompts=tuple(prompts),
             prompt_param="prompt",
             max_tokens=request.max_tokens,
@@ -106,7 +108,7 @@ def _add_inference_routes(app: FastAPI, frontend: Frontend) -> None:
         )
         plan = frontend.plan(request, prompting, tenant=tenant)
         echo = [_echo(sequence.prompt_token_ids, request, frontend) for sequence in plan.sequences]
-        writer = _AnswerWriter(frontend, CompletionFormat(frontend.model, echo=echo), plan)
+        writer = _AnswerWriter(frontend, CompletionFormat(frontend.model, echo=echo), plan, call_of(http))
         return await writer.respond(stream=bool(request.stream), include_usage=request.include_usage)
 
 
@@ -172,16 +174,17 @@ def _add_operator_routes(app: FastAPI, frontend: Frontend) -> None:
     async def watch_cluster(http: Request) -> Response:
         changes = frontend.watch_cluster(tenant=_authenticate(http, frontend))
         events = _change_events(changes)
-        return _EventStream(_guard(await anext(events), events), source=events)
+        return _EventStream(_guard(await anext(events), events, call_of(http)), source=events)
 
     @app.get("/metrics")
     async def get_metrics() -> Response:
-        return Response(frontend.metrics.render(), media_type=CONTENT_TYPE)
+        return Response(await frontend.render_metrics(), media_type=CONTENT_TYPE)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    async def answer_kvorum_error(_: Request, error: Exception) -> Response:
+    async def answer_kvorum_error(http: Request, error: Exception) -> Response:
         assert isinstance(error, KvorumError)
+        call_of(http).refuse(error)
         seconds = retry_after_s(error)
         headers = {} if seconds is None else {"Retry-After": str(seconds)}
         return _json(http_error_body(error), status_of(error).http, headers)
@@ -224,10 +227,11 @@ class _EventStream(StreamingResponse):
 class _AnswerWriter:
     """Runs one plan and writes the answer, whole or as a stream."""
 
-    def __init__(self, frontend: Frontend, answer_format: AnswerFormat, plan: GenerationRequest) -> None:
+    def __init__(self, frontend: Frontend, answer_format: AnswerFormat, plan: GenerationRequest, call: Call) -> None:
         self._frontend = frontend
         self._format = answer_format
         self._plan = plan
+        self._call = call
         self._envelope: Json = {
             "id": f"{answer_format.id_prefix}-{plan.request_id}",
             "object": answer_format.object_name,
@@ -240,10 +244,10 @@ class _AnswerWriter:
         if not stream:
             return _json(await self._whole())
         events = self._events(include_usage=include_usage)
-        return _EventStream(_guard(await anext(events), events), source=events)
+        return _EventStream(_guard(await anext(events), events, self._call), source=events)
 
     async def _whole(self) -> Json:
-        async with self._frontend.generate(self._plan) as deltas:
+        async with self._frontend.answer(self._call, self._plan) as deltas:
             answers = await gather_answers(deltas, len(self._plan.sequences))
         choices = [self._format.choice(index, answer) for index, answer in enumerate(answers)]
         endings = {index: answer.ending for index, answer in enumerate(answers)}
@@ -260,7 +264,7 @@ class _AnswerWriter:
             self._envelope["usage"] = None
         endings: dict[int, Ending] = {}
         opened: set[int] = set()
-        async with self._frontend.generate(self._plan) as deltas:
+        async with self._frontend.answer(self._call, self._plan) as deltas:
             async for delta in deltas:
                 if delta.index not in opened:
                     opened.add(delta.index)
@@ -290,16 +294,18 @@ async def _change_events(changes: AsyncGenerator[ViewChange]) -> AsyncGenerator[
         await changes.aclose()
 
 
-async def _guard(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
+async def _guard(first: str, rest: AsyncIterator[str], call: Call) -> AsyncIterator[str]:
     """Pass events on; a failure becomes the last event, without the [DONE] that would claim completeness."""
     yield first
     try:
         async for event in rest:
             yield event
     except KvorumError as error:
+        call.fail(error)
         yield _event(http_error_body(error))
     except Exception:
         logger.exception("stream failed")
+        call.fail(UnforeseenError())
         yield _event(http_error_body(UnforeseenError()))
 
 
@@ -310,7 +316,7 @@ async def _read(http: Request, kind: type[_Fields]) -> _Fields:
     except ValidationError as error:
         raise invalid_request(error) from None
     if unknown := unknown_fields(request):
-        logger.info("ignored unknown fields %s (request %s)", ", ".join(unknown), http.headers.get("x-request-id"))
+        logger.info("ignored unknown fields %s", ", ".join(unknown))
     return request
 
 
@@ -325,7 +331,8 @@ async def _read_body(http: Request) -> bytes:
 
 def _authenticate(http: Request, frontend: Frontend) -> str:
     """Return the tenant whose key the request brings."""
-    return frontend.authenticate(http.headers.get("authorization"))
+    tenant = call_of(http).tenant = frontend.authenticate(http.headers.get("authorization"))
+    return tenant
 
 
 async def _completion_prompts(request: CompletionRequest, frontend: Frontend) -> list[tuple[int, ...]]:
@@ -350,10 +357,6 @@ async def _token_ids(prompt: str | Sequence[int], frontend: Frontend) -> tuple[i
 
 def _echo(token_ids: Sequence[int], request: CompletionRequest, frontend: Frontend) -> str:
     return frontend.model.tokenizer.decode(token_ids, skip_special_tokens=True) if request.echo else ""
-
-
-def _new_request_id() -> RequestId:
-    return RequestId(uuid.uuid4().hex)
 
 
 def _event(body: Mapping[str, object]) -> str:

@@ -16,7 +16,7 @@ from kvorum.cluster.manager.channel import FindManager, ManagerLostError
 from kvorum.cluster.manager.safe_shares import SafeShare
 from kvorum.cluster.manager.tls import ControlTls
 from kvorum.cluster.manager.types import AdmitRequest, LeaseRecord, Refusal, Refused
-from kvorum.cluster.manager_link import ManagerLink
+from kvorum.cluster.manager_link import ManagerLink, OnAnswer
 from kvorum.cluster.prefix_affinity import prefix_runs
 from kvorum.kvstore.errors import (
     CapacityError,
@@ -45,12 +45,13 @@ class ManagedAdmission:
         *,
         router_id: str,
         tls: ControlTls | None = None,
+        on_answer: OnAnswer,
     ) -> None:
         """engines: returns the healthy engines that this router is connected to, by id."""
         self._engines = engines
         self._records: dict[str, LeaseRecord] = {}
         self._safe = _SafeMode(engines)
-        self.link = ManagerLink(find, router_id=router_id, records=self._records.values, tls=tls)
+        self.link = ManagerLink(find, router_id=router_id, records=self._records.values, tls=tls, on_answer=on_answer)
 
     async def run(self) -> None:
         """Keep the connection to the manager until cancelled."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 
 import grpc
 import grpc.aio
@@ -18,13 +18,15 @@ from kvorum.cluster.cancelling import end_if_cancelled
 from kvorum.cluster.manager.channel import FindManager, ManagerAddress, ManagerLostError, open_channel
 from kvorum.cluster.manager.safe_shares import SafeShare
 from kvorum.cluster.manager.tls import ControlTls
-from kvorum.cluster.manager.types import AdmitRequest, LeaseRecord, Refused
-from kvorum.cluster.manager.watching import ViewChange
+from kvorum.cluster.manager.types import AdmitRequest, ClusterView, LeaseRecord, Refused
+from kvorum.cluster.manager.watching import ViewChange, apply
 from kvorum.cluster.manager.wire import admit_request_to_pb, change_from_pb, outcome_from_pb, record_to_pb
 from kvorum.protos.cache.v1 import cache_pb2 as pb
 from kvorum.protos.cache.v1 import cache_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)
+
+OnAnswer = Callable[[str, float], None]
 
 BEAT_S = 0.5
 BEAT_TIMEOUT_S = 1.0
@@ -41,12 +43,14 @@ class ManagerLink:
         router_id: str,
         records: Callable[[], Collection[LeaseRecord]],
         tls: ControlTls | None = None,
+        on_answer: OnAnswer = lambda _, __: None,
     ) -> None:
-        """records: returns the leases that the router holds."""
+        """records: returns the leases that the router holds. on_answer hears how many seconds each RPC took."""
         self._find = find
         self._router_id = router_id
         self._records = records
         self._tls = tls
+        self._on_answer = on_answer
         self._address: ManagerAddress | None = None
         self._stub: pb_grpc.CacheManagerServiceStub | None = None
         self._up = asyncio.Event()
@@ -75,11 +79,13 @@ class ManagerLink:
         answering = asyncio.ensure_future(_answer(call))
         losing = asyncio.create_task(self._down.wait())
         try:
-            await asyncio.wait((answering, losing), return_when=asyncio.FIRST_COMPLETED)
-            # A channel that is closed cancels its calls.
-            if not answering.done() or answering.cancelled():
-                raise ManagerLostError("the cache manager was lost while the request waited for it")
-            return outcome_from_pb(request.lease_id, answering.result())
+            with self._timed("Admit"):
+                await asyncio.wait((answering, losing), return_when=asyncio.FIRST_COMPLETED)
+                # A channel that is closed cancels its calls.
+                if not answering.done() or answering.cancelled():
+                    raise ManagerLostError("the cache manager was lost while the request waited for it")
+                answer = answering.result()
+            return outcome_from_pb(request.lease_id, answer)
         finally:
             call.cancel()
             losing.cancel()
@@ -101,6 +107,17 @@ class ManagerLink:
             raise ManagerLostError("the cache manager was lost") from None  # a closed channel cancels its calls
         finally:
             call.cancel()
+
+    async def look(self, *, timeout_s: float) -> ClusterView | None:
+        """Return the cluster's state now; None when the manager does not tell it in time."""
+        changes = self.watch()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return apply(ClusterView(), await anext(changes))
+        except (ManagerLostError, TimeoutError):
+            return None
+        finally:
+            await changes.aclose()
 
     def release(self, lease_id: str) -> None:
         """Give a lease back, as soon as the manager can be reached."""
@@ -149,7 +166,8 @@ class ManagerLink:
 
     async def _beat(self, stub: pb_grpc.CacheManagerServiceStub) -> None:
         request = pb.RenewRequest(router_id=self._router_id, leases=map(record_to_pb, self._records()))
-        response = await stub.Renew(request, timeout=BEAT_TIMEOUT_S, metadata=self._metadata())
+        with self._timed("Renew"):
+            response = await stub.Renew(request, timeout=BEAT_TIMEOUT_S, metadata=self._metadata())
         if response.shares:  # a manager that was just started has none yet: the last ones hold
             self.shares = {
                 name: SafeShare(share.blocks, share.max_running if share.HasField("max_running") else None)
@@ -162,13 +180,22 @@ class ManagerLink:
             self._release_now.clear()
             batch = sorted(self._to_release)
             try:
-                await stub.Release(
-                    pb.ReleaseRequest(lease_ids=batch), timeout=BEAT_TIMEOUT_S, metadata=self._metadata()
-                )
+                with self._timed("Release"):
+                    await stub.Release(
+                        pb.ReleaseRequest(lease_ids=batch), timeout=BEAT_TIMEOUT_S, metadata=self._metadata()
+                    )
             except grpc.RpcError:
                 self._release_now.set()  # again, with the next connection
                 raise
             self._to_release.difference_update(batch)
+
+    @contextlib.contextmanager
+    def _timed(self, rpc: str) -> Iterator[None]:
+        """Report how long an answer took; of none there is nothing to report."""
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
+        yield
+        self._on_answer(rpc, loop.time() - asked_s)
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         assert self._address, "a connection has an address"

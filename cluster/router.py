@@ -32,6 +32,7 @@ from kvorum.cluster.logs import log_to_stderr
 from kvorum.cluster.manager.actor import ManagerHandle
 from kvorum.cluster.manager.channel import ManagerLostError
 from kvorum.cluster.model import load_model
+from kvorum.cluster.ray_metrics import RayExport
 from kvorum.cluster.tenants import Tenant, TenantTable
 from kvorum.kvstore.errors import EngineLostError
 
@@ -45,9 +46,13 @@ class Router(GrpcService):
 
     def __init__(self, config: ClusterConfig, engines: DeploymentHandle[EngineReplica]) -> None:
         """Serve what `engines` compute."""
-        log_to_stderr()
+        log_to_stderr(config.log_format)
         tenants = TenantTable(config.tenants).limits()
-        self._manager = ManagerHandle(config.control_tls, tenants=tenants) if config.cache_manager else None
+        self._manager = (
+            ManagerHandle(config.control_tls, log_format=config.log_format, tenants=tenants)
+            if config.cache_manager
+            else None
+        )
         self._frontend = Frontend(
             config,
             load_model(config),
@@ -55,6 +60,8 @@ class Router(GrpcService):
             find_manager=self._manager.find if self._manager else None,
         )
         self._frontend.start()
+        export = RayExport(self._frontend.metrics.registry)
+        self._exporting = asyncio.create_task(export.run(self._frontend.refresh_metrics))
         super().__init__(self._frontend)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -80,6 +87,7 @@ class Router(GrpcService):
 
     async def __del__(self) -> None:
         """Let go of the engines; Serve calls and awaits this at shutdown."""
+        self._exporting.cancel()
         await self._frontend.stop()
 
 

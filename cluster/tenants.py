@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
@@ -120,6 +120,11 @@ class TenantTable:
     def __getitem__(self, name: str) -> Tenant:
         """Return a tenant by its name."""
         return self._tenants[name]
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of all."""
+        return self._tenants.keys()
 
     def limits(self) -> tuple[TenantLimits, ...]:
         """Return what the cache manager must know of all."""

@@ -341,8 +341,8 @@ def test_operators_see_health_version_and_metrics() -> None:
             'kvorum_num_requests_running{engine="engine-0"} 0.0',
             'kvorum_kv_cache_usage_perc{engine="engine-0"} 0.0',
             'kvorum_kv_blocks_free{engine="engine-0"} 64.0',
-            'kvorum_prompt_tokens_total{engine="engine-0"} 3.0',
-            'kvorum_generation_tokens_total{engine="engine-0"} 5.0',
+            'kvorum_engine_prompt_tokens_total{engine="engine-0"} 3.0',
+            'kvorum_engine_generation_tokens_total{engine="engine-0"} 5.0',
             'kvorum_request_success_total{finished_reason="length"} 1.0',
         ):
             assert line in text
@@ -388,7 +388,7 @@ def test_fields_that_nobody_knows_are_ignored_with_a_log_line(caplog: pytest.Log
     with caplog.at_level("INFO", logger="kvorum.cluster.http"):
         run(scenario)
     assert [record.message for record in caplog.records if "colour" in record.message] == [
-        "ignored unknown fields colour (request None)"
+        "ignored unknown fields colour"
     ]
 
 
@@ -444,7 +444,7 @@ def test_a_full_cluster_and_a_late_answer_have_their_status() -> None:
         for response in await asyncio.gather(*running):
             assert_error(response, 504, "timeout", None)
         text = (await client.get("/metrics")).text
-        assert 'kvorum_admission_rejections_total{reason="kv_capacity_exhausted"} 1.0' in text
+        assert 'kvorum_admission_rejections_total{reason="kv_capacity_exhausted",tenant="default"} 1.0' in text
 
     run(scenario, ClusterConfig(request_timeout_s=0.5), step_delay_s=0.02)
 
@@ -455,7 +455,7 @@ def test_evictions_are_counted_by_policy() -> None:
         await asyncio.sleep(0.1)
         text = (await client.get("/metrics")).text
         evicted = body["kvorum"]["kv_tokens_evicted"]
-        assert f'kvorum_evicted_tokens_total{{engine="engine-0",policy="h2o"}} {evicted}.0' in text
+        assert f'kvorum_engine_evicted_tokens_total{{engine="engine-0",policy="h2o"}} {evicted}.0' in text
 
     run(scenario)
 
