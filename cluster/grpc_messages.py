@@ -118,7 +118,7 @@ def _logprobs_message(entry: TokenLogprobs) -> pb.TokenLogprobs:
 
 def _completion_message(ending: Ending, prompt_tokens: int) -> pb.Completion:
     receipt = asdict(ending.receipt)
-    del receipt["prompt_tokens"], receipt["completion_tokens"]
+    del receipt["prompt_tokens"], receipt["completion_tokens"], receipt["events"]
     receipt["queued_ms"] = ending.queued_ms
     return pb.Completion(
         finish_reason=_FINISH_REASONS[ending.reason],

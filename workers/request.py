@@ -128,8 +128,8 @@ class Receipt:
     kv_tokens_evicted: per KV head, at the end; their sum is the tokens whose KV was ever written. retained_mass: 1.0
     when nothing was evicted. kv_page_seconds: blocks held, integrated over time. evicted_in_prefill: the pool was too
     short to keep the prompt whole until its end. preemptions: how often the sequence was moved out and back, or
-    recomputed; offloads: the former alone. shrinks: how often it was cut, or held to what it had, for others. events: in
-    order, the latest if there were very many.
+    recomputed; offloads: the former alone. shrinks: how often it was cut, or held to what it had, for others. events:
+    in order, the latest if there were very many.
     """
 
     policy: str
