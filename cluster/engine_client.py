@@ -14,15 +14,19 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from kvorum.cluster.cancelling import end_if_cancelled
 from kvorum.cluster.engine_status import EngineStatus
 from kvorum.kvstore.errors import EngineLostError, KvorumError
 from kvorum.protos.engine.v1 import engine_pb2 as pb
 from kvorum.protos.engine.v1 import engine_pb2_grpc as pb_grpc
+from kvorum.workers.looking import SequenceLook, SequenceRow
+from kvorum.workers.looking_wire import look_from_pb, rows_from_pb
 from kvorum.workers.request import EngineRequest, EngineStats, FinishReason, RequestId, RequestOutput
 from kvorum.workers.wire import (
     Abort,
@@ -113,6 +117,7 @@ class EngineClient:
         self._streams: dict[RequestId, RequestStream] = {}
         self._outbox: asyncio.Queue[Command] = asyncio.Queue()
         self._has_failed = False
+        self._stub: pb_grpc.EngineServiceStub | None = None
         self.status: EngineStatus | None = None
 
     async def run(self) -> None:
@@ -141,6 +146,26 @@ class EngineClient:
             self.send(Submit(request))
         return stream
 
+    async def sequences(self) -> tuple[SequenceRow, ...]:
+        """Ask the engine for its sequences, of all routers; raises EngineLostError."""
+        return rows_from_pb(await self._ask("ListSequences", pb.ListSequencesRequest()))
+
+    async def look(self, request_id: RequestId, *, layer: int, kv_head: int) -> SequenceLook | None:
+        """Ask the engine for a look at a sequence; None when it is not there. Raises EngineLostError."""
+        request = pb.LookAtSequenceRequest(request_id=request_id, layer=layer, kv_head=kv_head)
+        return look_from_pb(await self._ask("LookAtSequence", request))
+
+    async def _ask(self, method: str, request: Message) -> Any:  # noqa: ANN401  # the method's response
+        if self._stub is None:
+            raise EngineLostError("the engine is not connected")
+        try:
+            return await getattr(self._stub, method)(request, timeout=self._silence_timeout_s)
+        except grpc.RpcError as error:
+            raise EngineLostError(f"the engine does not answer: {error}") from error
+        except asyncio.CancelledError:
+            end_if_cancelled()
+            raise EngineLostError("the engine was lost while it was asked") from None  # its channel was closed
+
     def send(self, command: Command) -> None:
         """Queue a command; without a connection it goes nowhere, since the engine has dropped the session."""
         self._outbox.put_nowait(command)
@@ -152,8 +177,8 @@ class EngineClient:
     async def _serve_connection(self, address: str) -> None:
         self._outbox = asyncio.Queue()
         async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
-            stub = pb_grpc.EngineServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
-            call = stub.Session()
+            self._stub = pb_grpc.EngineServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
+            call = self._stub.Session()
             # Not a request iterator: gRPC would leave its task pending when the call ends.
             writing = asyncio.create_task(_write_all(call, self._outbox))
             try:
@@ -164,6 +189,7 @@ class EngineClient:
                         return
                     self._take(message)
             finally:
+                self._stub = None
                 writing.cancel()
                 call.cancel()
                 await asyncio.wait({writing})

@@ -26,6 +26,7 @@ from kvorum.kvstore.store import KVStore
 from kvorum.workers.config import EngineConfig, RankShape
 from kvorum.workers.executor import Executor
 from kvorum.workers.governance import Directive, EngineReport, LeaseUse
+from kvorum.workers.looking import SequenceLook, SequenceRow, head_query, look_at, row_of
 from kvorum.workers.plan import StepPlan
 from kvorum.workers.request import (
     EngineInfo,
@@ -117,6 +118,7 @@ class Engine:
         self._clock = clock
         self._sessions: dict[RequestId, EngineSession] = {}
         self._ends: list[tuple[RequestId, FinishReason]] = []
+        self._looks: list[tuple[RequestId, int, int, asyncio.Future[SequenceLook | None]]] = []
         self._wake = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
@@ -205,6 +207,24 @@ class Engine:
         """Number of the last directive that was carried out, 0 before the first."""
         return self.scheduler.directive_done
 
+    # What operators look at.
+
+    def sequences(self) -> tuple[SequenceRow, ...]:
+        """Return the sequences that are here, at a glance."""
+        return tuple(map(row_of, self.scheduler.sequences()))
+
+    async def look(self, request_id: RequestId, *, layer: int, kv_head: int) -> SequenceLook | None:
+        """Look at a sequence between two steps; None when it is not here any more.
+
+        layer, kv_head: of the model, not checked. Raises EngineLostError.
+        """
+        if self._failure is not None:
+            raise EngineLostError(f"the engine failed: {self._failure}")
+        answer: asyncio.Future[SequenceLook | None] = asyncio.get_running_loop().create_future()
+        self._looks.append((request_id, layer, kv_head, answer))
+        self._wake.set()
+        return await answer
+
     # What sessions call.
 
     def submit(self, request: EngineRequest, session: EngineSession) -> None:
@@ -231,7 +251,7 @@ class Engine:
     async def _run(self) -> None:
         try:
             while True:
-                if not self.scheduler.has_work and not self.scheduler.has_orders and not self._ends:
+                if not (self.scheduler.has_work or self.scheduler.has_orders or self._ends or self._looks):
                     self._wake.clear()
                     await self._wake.wait()
                 await self._step()
@@ -255,6 +275,7 @@ class Engine:
             result = await self._executor.execute(plan)
             outputs = self.scheduler.apply(plan, result)
         has_measured = await self._measure()
+        await self._answer_looks()
         released = await self._release_ended()
         self._send(outputs + released)
         assert plan or released or has_measured or not self.scheduler.has_work, "work is waiting and nothing runs"
@@ -271,12 +292,33 @@ class Engine:
             self.scheduler.set_curves(dict(zip(curve_queries, curves, strict=True)))
         return bool(budget_queries)
 
+    async def _answer_looks(self) -> None:
+        looks, self._looks = self._looks, []
+        for request_id, layer, kv_head, answer in looks:
+            sequence = self.scheduler.find(request_id)
+            if answer.done():  # whoever asked has gone
+                continue
+            if sequence is None:
+                answer.set_result(None)
+                continue
+            query = head_query(sequence, layer=layer, kv_head=kv_head)
+            slots = None
+            if query is not None:
+                await self._execute_ops()
+                slots = await self._executor.look(query)
+            if not answer.done():
+                answer.set_result(look_at(sequence, slots))
+
+    async def _execute_ops(self) -> None:
+        """Carry out memory operations that wait for the next step: without them what a rank reads is not yet true."""
+        await self._executor.execute(StepPlan(self.store.take_ops(), ()))
+
     async def _release_ended(self) -> list[RequestOutput]:
         queries = self.scheduler.mass_queries()
         masses: list[float] = []
         if queries:
             # A victim that was spared by the last step must be alive when the kept mass is measured.
-            await self._executor.execute(StepPlan(self.store.take_ops(), ()))
+            await self._execute_ops()
             masses = await self._executor.retained_masses(list(queries.values()))
         return self.scheduler.release(dict(zip(queries, masses, strict=True)), now_s=self._clock())
 
@@ -290,6 +332,10 @@ class Engine:
             session.deliver(batch)
 
     def _end_all(self, reason: FinishReason, *, error: str | None) -> None:
+        for *_, answer in self._looks:
+            if not answer.done():
+                answer.set_exception(EngineLostError(error or "the engine was stopped"))
+        self._looks = []
         self._send([RequestOutput(request_id, finish_reason=reason, error=error) for request_id in self._sessions])
 
 

@@ -20,10 +20,12 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from kvorum.kvstore.errors import KvorumError
+from kvorum.kvstore.errors import EngineLostError, KvorumError
 from kvorum.protos.engine.v1 import engine_pb2 as pb
 from kvorum.protos.engine.v1 import engine_pb2_grpc as pb_grpc
 from kvorum.workers.governance import Directive, EngineReport, LeaseUse
+from kvorum.workers.looking import SequenceLook, SequenceRow
+from kvorum.workers.looking_wire import look_to_pb, rows_to_pb
 from kvorum.workers.request import EngineInfo, EngineRequest, EngineStats, RequestId, RequestOutput
 from kvorum.workers.wire import (
     Abort,
@@ -94,6 +96,16 @@ class Engine(Protocol):
 
     async def check_health(self) -> None:
         """Raise when a rank is dead."""
+
+    # For operators.
+
+    def sequences(self) -> tuple[SequenceRow, ...]:
+        """Return the sequences that are here, at a glance."""
+        ...
+
+    async def look(self, request_id: RequestId, *, layer: int, kv_head: int) -> SequenceLook | None:
+        """Look at one sequence between two steps; None when it is not here."""
+        ...
 
     # For the cache manager.
 
@@ -184,6 +196,14 @@ class EngineServer:
             session.close()
             outbox.put_nowait(None)
 
+    def sequences(self) -> tuple[SequenceRow, ...]:
+        """Return the sequences of all sessions, at a glance."""
+        return self._engine.sequences()
+
+    async def look(self, request_id: RequestId, *, layer: int, kv_head: int) -> SequenceLook | None:
+        """Look at one sequence; None when it is not here."""
+        return await self._engine.look(request_id, layer=layer, kv_head=kv_head)
+
     async def _forward_outputs(self, session: EngineSession, outbox: asyncio.Queue[Event | None]) -> None:
         while True:
             outputs = await session.outputs()
@@ -238,6 +258,24 @@ class _Servicer(pb_grpc.EngineServiceServicer):
         finally:
             serving.cancel()
             await asyncio.wait({serving})
+
+    async def ListSequences(
+        self,
+        request: pb.ListSequencesRequest,
+        context: grpc.aio.ServicerContext[pb.ListSequencesRequest, pb.ListSequencesResponse],
+    ) -> pb.ListSequencesResponse:
+        return rows_to_pb(self._server.sequences())
+
+    async def LookAtSequence(
+        self,
+        request: pb.LookAtSequenceRequest,
+        context: grpc.aio.ServicerContext[pb.LookAtSequenceRequest, pb.LookAtSequenceResponse],
+    ) -> pb.LookAtSequenceResponse:
+        try:
+            look = await self._server.look(RequestId(request.request_id), layer=request.layer, kv_head=request.kv_head)
+        except EngineLostError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        return look_to_pb(look)
 
 
 async def _commands(messages: AsyncIterator[pb.SessionRequest]) -> AsyncIterator[Command]:

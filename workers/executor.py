@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvorum.workers.config import RankShape
-from kvorum.workers.plan import BudgetQuery, CurveQuery, MassQuery, StepPlan, StepResult
+from kvorum.workers.plan import BudgetQuery, CurveQuery, HeadQuery, HeadSlots, MassQuery, StepPlan, StepResult
 
 
 class Executor(Protocol):
@@ -23,6 +23,9 @@ class Executor(Protocol):
 
     async def retention_curves(self, queries: Sequence[CurveQuery]) -> list[tuple[float, ...]]:
         """Measure retained mass were sequences cut to 0, 1, 2 ... blocks, between two steps."""
+
+    async def look(self, query: HeadQuery) -> HeadSlots:
+        """Read a sequence's slots in one KV head, between two steps."""
 
     async def check_health(self) -> None:
         """Raise EngineLostError when a rank is dead."""

@@ -9,6 +9,7 @@ that is left.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 from kvorum.kernels.plan import SequenceStep, ShrinkRequest
@@ -17,7 +18,17 @@ from kvorum.kvstore.errors import EngineLostError
 from kvorum.kvstore.types import SeqId
 from kvorum.workers.config import RankShape
 from kvorum.workers.engine import Engine, EngineOptions
-from kvorum.workers.plan import BudgetQuery, CurveQuery, MassQuery, RowPlan, Sample, StepPlan, StepResult
+from kvorum.workers.plan import (
+    BudgetQuery,
+    CurveQuery,
+    HeadQuery,
+    HeadSlots,
+    MassQuery,
+    RowPlan,
+    Sample,
+    StepPlan,
+    StepResult,
+)
 from kvorum.workers.request import EngineInfo, TokenLogprobs
 
 # One token in a slot: (position, token id).
@@ -134,6 +145,21 @@ class FakeExecutor:
         alive = self._alive(query.residence)
         kept = range(0, alive + query.block_size, query.block_size)
         return tuple(min(slots, alive) / query.num_tokens for slots in kept)
+
+    async def look(self, query: HeadQuery) -> HeadSlots:
+        """Every token has the same score here, so the oldest goes first."""
+        residence, rule = query.residence, query.rule
+        swapped = self._swapped.get(residence.seq_id)
+        slots = self._get(residence.block_ids, residence.num_slots) if swapped is None else swapped
+        positions = tuple(position for position, _ in slots)
+        first, last = rule.sink_tokens, query.newest - rule.recent_tokens
+        victim = min(positions) if self._alive(residence) < residence.num_slots else None
+        return HeadSlots(
+            positions=positions,
+            scores=(1.0,) * len(slots),
+            values=tuple(1.0 if first <= position <= last else math.inf for position in positions),
+            alive=tuple(position != victim for position in positions),
+        )
 
     async def check_health(self) -> None:
         """A fake never dies."""

@@ -19,7 +19,7 @@ from kvorum.workers.channel import ChannelClient
 from kvorum.workers.communicator import COLLECTIVE_TIMEOUT_S
 from kvorum.workers.config import COMPUTE_ENVIRONMENT, EngineConfig, RankShape
 from kvorum.workers.engine import Engine, build_engine
-from kvorum.workers.plan import BudgetQuery, CurveQuery, MassQuery, StepPlan, StepResult
+from kvorum.workers.plan import BudgetQuery, CurveQuery, HeadQuery, HeadSlots, MassQuery, StepPlan, StepResult
 from kvorum.workers.rank_actor import RankActor
 
 # A rank that does not answer for so long is stuck; with the time between two checks it is known within 5 s.
@@ -98,6 +98,10 @@ class RayExecutor:
     async def retention_curves(self, queries: Sequence[CurveQuery]) -> list[tuple[float, ...]]:
         """Measure retention curves."""
         return cast("list[tuple[float, ...]]", await self._call("retention_curves", queries))
+
+    async def look(self, query: HeadQuery) -> HeadSlots:
+        """Read one KV head's slots."""
+        return cast("HeadSlots", await self._call("look", query))
 
     async def view(self, residence: Residence) -> SlotView:
         """Gather a sequence's slots in all KV heads."""

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from kvorum.kvstore.errors import EngineLostError
 from kvorum.workers.config import RankShape
-from kvorum.workers.plan import BudgetQuery, CurveQuery, MassQuery, StepPlan, StepResult
+from kvorum.workers.plan import BudgetQuery, CurveQuery, HeadQuery, HeadSlots, MassQuery, StepPlan, StepResult
 from kvorum.workers.worker import RankWorker
 
 P = ParamSpec("P")
@@ -39,6 +39,10 @@ class LocalExecutor:
     async def retention_curves(self, queries: Sequence[CurveQuery]) -> list[tuple[float, ...]]:
         """Measure retention curves."""
         return await self._run(self.worker.retention_curves, queries)
+
+    async def look(self, query: HeadQuery) -> HeadSlots:
+        """Read one KV head's slots."""
+        return await self._run(self.worker.look, query)
 
     async def check_health(self) -> None:
         """A thread of this process lives as long as its caller."""

@@ -17,9 +17,19 @@ from kvorum.kvstore.ops import MemoryOp, Residence
 from kvorum.kvstore.types import SeqId
 from kvorum.workers.communicator import RankGroup
 from kvorum.workers.flat import FlatCodec
-from kvorum.workers.plan import BudgetQuery, CurveQuery, MassQuery, RowPlan, SampleRequest, StepPlan, StepResult
+from kvorum.workers.plan import (
+    BudgetQuery,
+    CurveQuery,
+    HeadQuery,
+    HeadSlots,
+    MassQuery,
+    RowPlan,
+    SampleRequest,
+    StepPlan,
+    StepResult,
+)
 from kvorum.workers.request import SamplingParams
-from kvorum.workers.worker import RankWorker
+from kvorum.workers.worker import RankWorker, read_head
 
 KEEP_ALIVE_PERIOD_S = 1.0
 
@@ -71,9 +81,10 @@ class CurveCommand:
 
 @dataclass(frozen=True, slots=True)
 class ViewCommand:
-    """Look at a sequence's slots."""
+    """Look at a sequence's slots, in one layer or in all."""
 
     residence: Residence
+    layer: int | None
 
 
 Command = KeepAlive | StepCommand | MassCommand | BudgetCommand | CurveCommand | ViewCommand
@@ -113,12 +124,16 @@ class Leader:
         self._hand_out(CurveCommand(tuple(queries)))
         return self._worker.retention_curves(queries)
 
-    def view(self, residence: Residence) -> SlotView:
-        """Gather positions, scores and life of a sequence's slots in all ranks' KV heads."""
-        self._hand_out(ViewCommand(residence))
-        view = self._group.whole_view(self._worker.view(residence))
+    def view(self, residence: Residence, *, layer: int | None = None) -> SlotView:
+        """Gather positions, scores and life of a sequence's slots in all ranks' KV heads, in one layer or in all."""
+        self._hand_out(ViewCommand(residence, layer))
+        view = self._group.whole_view(self._worker.view(residence, layer=layer))
         assert view is not None, "this is rank 0"
         return view
+
+    def look(self, query: HeadQuery) -> HeadSlots:
+        """Read one KV head's slots, whichever ranks have it."""
+        return read_head(self.view(query.residence, layer=query.layer), query)
 
     def keep_alive(self) -> None:
         """Let the other ranks know that this one is there."""
@@ -140,8 +155,8 @@ def follow(worker: RankWorker, group: RankGroup) -> None:
                 worker.smallest_budgets(queries)
             case CurveCommand(queries):
                 worker.retention_curves(queries)
-            case ViewCommand(residence):
-                group.whole_view(worker.view(residence))
+            case ViewCommand(residence, layer):
+                group.whole_view(worker.view(residence, layer=layer))
 
 
 def _row_plan(row: RowCommand) -> RowPlan:

@@ -94,6 +94,31 @@ class CurveQuery:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadQuery:
+    """Ask for a sequence's slots in one KV head of one layer. newest: position of the last token written."""
+
+    residence: Residence
+    rule: EvictionRule
+    newest: int
+    layer: int
+    kv_head: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSlots:
+    """A sequence's slots in one KV head, in slot order.
+
+    positions: of the tokens in them. scores: attention mass received. values: what eviction goes by, the lowest first;
+    infinite for what is protected. alive: False for the victim that the next token replaces.
+    """
+
+    positions: tuple[int, ...]
+    scores: tuple[float, ...]
+    values: tuple[float, ...]
+    alive: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BudgetQuery:
     """Ask for the smallest budget, at least `budget`, whose cut keeps `floor` of the mass.
 

@@ -424,6 +424,17 @@ class Scheduler:
         """Take the answers to `curve_queries`."""
         measuring.set_curves(self._running, curves)
 
+    # What operators look at.
+
+    def sequences(self) -> list[Sequence]:
+        """Return the sequences that are not over: those that run, then those that wait."""
+        return [*self._running, *self._waiting]
+
+    def find(self, request_id: RequestId) -> Sequence | None:
+        """Return a sequence that is not over."""
+        sequence = self._by_request.get(request_id)
+        return sequence if sequence is not None and sequence.finish_reason is None else None
+
     def audit(self) -> None:
         """Prove that the store's accounting is exact and that it serves just these sequences; AssertionError if not."""
         self._store.audit()

@@ -16,6 +16,7 @@ import torch
 from kvorum.kernels.backend import Backend, PoolT, SlotView, StepT, run_layers
 from kvorum.kernels.cpu.backend import CpuBackend
 from kvorum.kernels.plan import SequenceStep
+from kvorum.kernels.reference.attention import values_at_risk
 from kvorum.kernels.reference.backend import ReferenceBackend
 from kvorum.kernels.sharding import plan_shards
 from kvorum.kernels.spec import Shard
@@ -31,6 +32,8 @@ from kvorum.workers.config import CPU_POOL_BYTES, EngineConfig, RankShape
 from kvorum.workers.plan import (
     BudgetQuery,
     CurveQuery,
+    HeadQuery,
+    HeadSlots,
     MassQuery,
     RowPlan,
     Sample,
@@ -174,9 +177,28 @@ class Worker(Generic[PoolT, StepT]):
         self._store.agree_on_scores(query.residence)
         return kept_mass_curve(self._store.view(query.residence), block_size=query.block_size).cpu()
 
-    def view(self, residence: Residence) -> SlotView:
-        """Gather positions, scores and life of a sequence's slots in this rank's KV heads."""
-        return self._store.view(residence)
+    def view(self, residence: Residence, *, layer: int | None = None) -> SlotView:
+        """Gather positions, scores and life of a sequence's slots in this rank's KV heads; layer: of that one alone."""
+        view = self._store.view(residence)
+        if layer is None:
+            return view
+        one = slice(layer, layer + 1)
+        return SlotView(view.positions[one].cpu(), view.scores[one].cpu(), view.alive[one].cpu())
+
+    def look(self, query: HeadQuery) -> HeadSlots:
+        """Read one KV head's slots; for a rank that has them all."""
+        return read_head(self.view(query.residence, layer=query.layer), query)
+
+
+def read_head(view: SlotView, query: HeadQuery) -> HeadSlots:
+    """Read what was asked for out of the view of its layer."""
+    positions, scores = view.positions[0, query.kv_head], view.scores[0, query.kv_head]
+    return HeadSlots(
+        positions=tuple(positions.tolist()),
+        scores=tuple(scores.tolist()),
+        values=tuple(values_at_risk(query.rule, scores, positions, newest=query.newest).tolist()),
+        alive=tuple(view.alive[0, query.kv_head].tolist()),
+    )
 
 
 class RankWorker(Protocol):
@@ -197,8 +219,11 @@ class RankWorker(Protocol):
     def retention_curves(self, queries: Sequence[CurveQuery]) -> list[tuple[float, ...]]:
         """Measure retained mass were sequences cut to 0, 1, 2 ... blocks."""
 
-    def view(self, residence: Residence) -> SlotView:
-        """Gather positions, scores and life of a sequence's slots in this rank's KV heads."""
+    def view(self, residence: Residence, *, layer: int | None = None) -> SlotView:
+        """Gather positions, scores and life of a sequence's slots in this rank's KV heads; layer: of that one alone."""
+
+    def look(self, query: HeadQuery) -> HeadSlots:
+        """Read one KV head's slots."""
 
 
 def load_worker(

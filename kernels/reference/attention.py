@@ -125,10 +125,15 @@ def rank_order(
     return order
 
 
+def values_at_risk(rule: EvictionRule, scores: torch.Tensor, positions: torch.Tensor, *, newest: int) -> torch.Tensor:
+    """Return each slot's worth, infinite for what the rule protects; same shape as scores, float64."""
+    protected = (positions < rule.sink_tokens) | (positions > newest - rule.recent_tokens)
+    return values_of(rule, scores, positions, newest).masked_fill(protected, torch.inf)
+
+
 def choose_victims(rule: EvictionRule, scores: torch.Tensor, positions: torch.Tensor, *, newest: int) -> torch.Tensor:
     """Return the slot that goes first in each row of [num_rows, n]: [num_rows] int64."""
-    protected = (positions < rule.sink_tokens) | (positions > newest - rule.recent_tokens)
-    values = values_of(rule, scores, positions, newest).masked_fill(protected, torch.inf)
+    values = values_at_risk(rule, scores, positions, newest=newest)
     lowest = values == values.min(dim=-1, keepdim=True).values
     return positions.masked_fill(~lowest, torch.iinfo(positions.dtype).max).argmin(dim=-1)
 

@@ -11,6 +11,7 @@ import pytest
 
 from kvorum.cluster.engine_client import EngineClient, RequestStream
 from kvorum.kvstore.errors import CapacityError, ContextLengthError, EngineLostError
+from kvorum.workers.looking import Phase
 from kvorum.workers.request import EngineRequest, EngineStats, FinishReason, RequestId, RequestOutput, SamplingParams
 from kvtest.stack import DEFAULT_INFO, EngineHost
 from kvtest.waiting import eventually
@@ -74,6 +75,27 @@ def test_requests_share_the_stream_and_each_gets_its_own_tokens() -> None:
                 assert last.finish_reason is FinishReason.LENGTH
                 assert last.receipt
                 assert last.receipt.completion_tokens == 3 + i
+
+    asyncio.run(scenario())
+
+
+def test_an_operator_sees_who_is_there_and_looks_at_one() -> None:
+    async def scenario() -> None:
+        async with link(step_delay_s=0.01) as wired:
+            stream = wired.client.submit([request("seen", max_tokens=200)])
+            await eventually(lambda: wired.stats.generation_tokens_total > 2)
+            (row,) = await wired.client.sequences()
+            assert (row.request_id, row.num_prompt, row.phase) == ("seen", 3, Phase.DECODE)
+            look = await wired.client.look(RequestId("seen"), layer=0, kv_head=0)
+            assert look
+            assert look.token_ids[:5] == (7, 8, 9, 7, 8)
+            assert look.slots
+            assert len(look.slots.positions) == look.num_written
+            assert await wired.client.look(RequestId("nobody"), layer=0, kv_head=0) is None
+            stream.close()
+            await wired.host.server.stop()
+            with pytest.raises(EngineLostError):
+                await wired.client.sequences()
 
     asyncio.run(scenario())
 

@@ -16,7 +16,7 @@ from kvorum.workers.config import EngineConfig
 from kvorum.workers.engine import Engine, build_engine
 from kvorum.workers.group import RayExecutor, build_ray_engine
 from kvorum.workers.local import LocalExecutor
-from kvorum.workers.plan import StepPlan, StepResult
+from kvorum.workers.plan import HeadQuery, StepPlan, StepResult
 from kvorum.workers.request import EngineRequest, KVParams
 from kvorum.workers.worker import load_worker
 from kvtest.checkpoints import tiny_checkpoint
@@ -46,6 +46,11 @@ class Watch:
                     view = look(row.residence)
                     seen = view if isinstance(view, SlotView) else await view
                     self.views.setdefault(row.seq_id, []).append(seen)
+                    layer, kv_head = len(seen.positions) - 1, len(seen.positions[0]) - 1
+                    newest = row.step.start + row.step.num_tokens - 1
+                    slots = await executor.look(HeadQuery(row.residence, row.step.rule, newest, layer, kv_head))
+                    assert slots.positions == tuple(seen.positions[layer, kv_head].tolist())
+                    assert slots.scores == tuple(seen.scores[layer, kv_head].tolist())
             return result
 
         executor.execute = execute_and_look  # type: ignore[method-assign]

@@ -37,6 +37,94 @@ REJECTION_CODE_NEVER_FITS: RejectionCode
 REJECTION_CODE_CAPACITY: RejectionCode
 REJECTION_CODE_ENGINE_LOST: RejectionCode
 
+class ListSequencesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListSequencesResponse(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[SequenceRow]
+    def __init__(self, rows: _Optional[_Iterable[_Union[SequenceRow, _Mapping]]] = ...) -> None: ...
+
+class SequenceRow(_message.Message):
+    __slots__ = ("request_id", "tenant", "policy", "phase", "num_prompt", "num_tokens", "blocks", "reserved_blocks", "kv_budget", "evicted_tokens", "shrinks", "offloads", "preemptions")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KV_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SHRINKS_FIELD_NUMBER: _ClassVar[int]
+    OFFLOADS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    policy: str
+    phase: str
+    num_prompt: int
+    num_tokens: int
+    blocks: int
+    reserved_blocks: int
+    kv_budget: int
+    evicted_tokens: int
+    shrinks: int
+    offloads: int
+    preemptions: int
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., policy: _Optional[str] = ..., phase: _Optional[str] = ..., num_prompt: _Optional[int] = ..., num_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., kv_budget: _Optional[int] = ..., evicted_tokens: _Optional[int] = ..., shrinks: _Optional[int] = ..., offloads: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+
+class LookAtSequenceRequest(_message.Message):
+    __slots__ = ("request_id", "layer", "kv_head")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    KV_HEAD_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    layer: int
+    kv_head: int
+    def __init__(self, request_id: _Optional[str] = ..., layer: _Optional[int] = ..., kv_head: _Optional[int] = ...) -> None: ...
+
+class LookAtSequenceResponse(_message.Message):
+    __slots__ = ("look",)
+    LOOK_FIELD_NUMBER: _ClassVar[int]
+    look: SequenceLook
+    def __init__(self, look: _Optional[_Union[SequenceLook, _Mapping]] = ...) -> None: ...
+
+class SequenceLook(_message.Message):
+    __slots__ = ("row", "token_ids", "num_written", "num_cached", "block_ids", "num_shared", "slots", "events")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARED_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    row: SequenceRow
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_written: int
+    num_cached: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_shared: int
+    slots: HeadSlots
+    events: _containers.RepeatedCompositeFieldContainer[SequenceEvent]
+    def __init__(self, row: _Optional[_Union[SequenceRow, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_written: _Optional[int] = ..., num_cached: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., num_shared: _Optional[int] = ..., slots: _Optional[_Union[HeadSlots, _Mapping]] = ..., events: _Optional[_Iterable[_Union[SequenceEvent, _Mapping]]] = ...) -> None: ...
+
+class HeadSlots(_message.Message):
+    __slots__ = ("positions", "scores", "values", "alive")
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    positions: _containers.RepeatedScalarFieldContainer[int]
+    scores: _containers.RepeatedScalarFieldContainer[float]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    alive: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, positions: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ..., values: _Optional[_Iterable[float]] = ..., alive: _Optional[_Iterable[bool]] = ...) -> None: ...
+
 class SessionRequest(_message.Message):
     __slots__ = ("submit", "abort", "finish")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]

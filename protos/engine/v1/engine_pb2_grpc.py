@@ -40,6 +40,16 @@ class EngineServiceStub:
                 request_serializer=kvorum_dot_protos_dot_engine_dot_v1_dot_engine__pb2.SessionRequest.SerializeToString,
                 response_deserializer=kvorum_dot_protos_dot_engine_dot_v1_dot_engine__pb2.SessionResponse.FromString,
                 _registered_method=True)
+        self.ListSequences = channel.unary_unary(
+                '/kvorum.engine.v1.EngineService/ListSequences',
+                request_serializer=kvorum_dot_protos_dot_engine_dot_v1_dot_engine__pb2.ListSequencesRequest.SerializeToString,
+                response_deserializer=kvorum_dot_protos_dot_engine_dot_v1_dot_engine__pb2.ListSequencesResponse.FromString,
+                _registered_method=True)
+        self.LookAtSequence = channel.unary_unary(
+                '/kvorum.engine.v1.EngineService/LookAtSequence',
+                request_serializer=kvorum_dot_protos_dot_engine_dot_v1_dot_engine__pb2.LookAtSequenceRequest.SerializeToString,
+                response_deserializer=kvorum_dot_protos_dot_engine_dot_v1_dot_engine__pb2.LookAtSequenceResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer:
@@ -54,6 +64,20 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSequences(self, request, context):
+        """ListSequences tells of every sequence that is here, of all routers; for operators.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LookAtSequence(self, request, context):
+        """LookAtSequence shows one sequence's tokens and its slots in one KV head, between two steps; for operators.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +85,16 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=kvorum_dot_protos_dot_engine_dot_v1_dot_engine__pb2.SessionRequest.FromString,
                     response_serializer=kvorum_dot_protos_dot_engine_dot_v1_dot_engine__pb2.SessionResponse.SerializeToString,
+            ),
+            'ListSequences': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSequences,
+                    request_deserializer=kvorum_dot_protos_dot_engine_dot_v1_dot_engine__pb2.ListSequencesRequest.FromString,
+                    response_serializer=kvorum_dot_protos_dot_engine_dot_v1_dot_engine__pb2.ListSequencesResponse.SerializeToString,
+            ),
+            'LookAtSequence': grpc.unary_unary_rpc_method_handler(
+                    servicer.LookAtSequence,
+                    request_deserializer=kvorum_dot_protos_dot_engine_dot_v1_dot_engine__pb2.LookAtSequenceRequest.FromString,
+                    response_serializer=kvorum_dot_protos_dot_engine_dot_v1_dot_engine__pb2.LookAtSequenceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +125,60 @@ class EngineService:
             '/kvorum.engine.v1.EngineService/Session',
             kvorum_dot_protos_dot_engine_dot_v1_dot_engine__pb2.SessionRequest.SerializeToString,
             kvorum_dot_protos_dot_engine_dot_v1_dot_engine__pb2.SessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSequences(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvorum.engine.v1.EngineService/ListSequences',
+            kvorum_dot_protos_dot_engine_dot_v1_dot_engine__pb2.ListSequencesRequest.SerializeToString,
+            kvorum_dot_protos_dot_engine_dot_v1_dot_engine__pb2.ListSequencesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LookAtSequence(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvorum.engine.v1.EngineService/LookAtSequence',
+            kvorum_dot_protos_dot_engine_dot_v1_dot_engine__pb2.LookAtSequenceRequest.SerializeToString,
+            kvorum_dot_protos_dot_engine_dot_v1_dot_engine__pb2.LookAtSequenceResponse.FromString,
             options,
             channel_credentials,
             insecure,
