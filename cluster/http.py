@@ -6,20 +6,18 @@ headers leave only after its first delta, so that an error before the first toke
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import TypeVar, cast
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from kvorum.cluster.answers import (
     AnswerFormat,
@@ -50,6 +48,7 @@ from kvorum.cluster.openai import (
 )
 from kvorum.cluster.planning import GenerationRequest, Prompting, check_model
 from kvorum.cluster.sampling_fields import RequestFields, invalid_request
+from kvorum.cluster.sse import event_stream, event_text
 from kvorum.kvstore.errors import InvalidRequestError, KvorumError
 
 logger = logging.getLogger(__name__)
@@ -174,7 +173,7 @@ def _add_operator_routes(app: FastAPI, frontend: Frontend) -> None:
     async def watch_cluster(http: Request) -> Response:
         changes = frontend.watch_cluster(tenant=_authenticate(http, frontend))
         events = _change_events(changes)
-        return _EventStream(_guard(await anext(events), events, call_of(http)), source=events)
+        return await event_stream(events, call_of(http))
 
     @app.get("/metrics")
     async def get_metrics() -> Response:
@@ -208,22 +207,6 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, answer_unforeseen)
 
 
-class _EventStream(StreamingResponse):
-    """Server-sent events whose source is closed when the client hangs up, not when the garbage collector comes by."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[str], *, source: AsyncGenerator[str]) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._source = source
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._source.aclose()
-
-
 class _AnswerWriter:
     """Runs one plan and writes the answer, whole or as a stream."""
 
@@ -244,7 +227,7 @@ class _AnswerWriter:
         if not stream:
             return _json(await self._whole())
         events = self._events(include_usage=include_usage)
-        return _EventStream(_guard(await anext(events), events, self._call), source=events)
+        return await event_stream(events, self._call)
 
     async def _whole(self) -> Json:
         async with self._frontend.answer(self._call, self._plan) as deltas:
@@ -282,31 +265,16 @@ class _AnswerWriter:
         yield "data: [DONE]\n\n"
 
     def _chunk(self, *choices: Json, **extras: object) -> str:
-        return _event(self._envelope | {"choices": choices} | extras)
+        return event_text(self._envelope | {"choices": choices} | extras)
 
 
 async def _change_events(changes: AsyncGenerator[ViewChange]) -> AsyncGenerator[str]:
     """Write the state of the cluster, and then each change of it, as an event."""
     try:
         async for change in changes:
-            yield _event(asdict(change))
+            yield event_text(asdict(change))
     finally:
         await changes.aclose()
-
-
-async def _guard(first: str, rest: AsyncIterator[str], call: Call) -> AsyncIterator[str]:
-    """Pass events on; a failure becomes the last event, without the [DONE] that would claim completeness."""
-    yield first
-    try:
-        async for event in rest:
-            yield event
-    except KvorumError as error:
-        call.fail(error)
-        yield _event(http_error_body(error))
-    except Exception:
-        logger.exception("stream failed")
-        call.fail(UnforeseenError())
-        yield _event(http_error_body(UnforeseenError()))
 
 
 async def _read(http: Request, kind: type[_Fields]) -> _Fields:
@@ -357,10 +325,6 @@ async def _token_ids(prompt: str | Sequence[int], frontend: Frontend) -> tuple[i
 
 def _echo(token_ids: Sequence[int], request: CompletionRequest, frontend: Frontend) -> str:
     return frontend.model.tokenizer.decode(token_ids, skip_special_tokens=True) if request.echo else ""
-
-
-def _event(body: Mapping[str, object]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def _json(body: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None) -> JSONResponse:
