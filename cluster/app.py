@@ -70,7 +70,8 @@ def build_app(config: ClusterConfig, *, replaces_another: bool = False) -> serve
     bound_engines = _versioned(engines, config.for_engines()).bind(
         config.for_engines(), build_engine, waits_for_model=replaces_another
     )
-    return _versioned(routers, config.for_routers().fixed()).bind(config.for_routers(), bound_engines)
+    fixed = config.for_routers().fixed()
+    return _versioned(routers, fixed).bind(fixed, bound_engines)
 
 
 def _versioned(deployment: serve.Deployment, config: ClusterConfig) -> serve.Deployment:

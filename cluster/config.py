@@ -149,6 +149,9 @@ class FrontDoorSection(_Section):
     api_key: str | None = Field(
         default=None, min_length=1, description="Key that clients must send; default: none needed."
     )
+    api_key_file: Path | None = Field(
+        default=None, description="File with the key that clients must send, instead of api_key."
+    )
     request_timeout_s: float = Field(
         default=600.0, gt=0, description="Seconds after which a request is ended, waiting included."
     )
@@ -313,9 +316,16 @@ class ClusterConfig(
         return self
 
     @model_validator(mode="after")
+    def _check_keys_for_all(self) -> Self:
+        if self.api_key is not None and self.api_key_file is not None:
+            raise ValueError("api_key_file: api_key is given too")
+        for name in ("api_key", "api_key_file"):
+            if self.tenants and getattr(self, name) is not None:
+                raise ValueError(f"{name}: with tenants, each has keys of its own (api_key_sha256)")
+        return self
+
+    @model_validator(mode="after")
     def _check_tenants(self) -> Self:
-        if self.tenants and self.api_key is not None:
-            raise ValueError("api_key: with tenants, each has keys of its own (api_key_sha256)")
         if self.tenants and not self.cache_manager:
             raise ValueError("cache_manager: tenants have limits only with the cache manager")
         return self
@@ -345,3 +355,16 @@ def budget_from_number(number: int | float | None) -> int | float | None:
             f"kv_budget is a fraction up to 1 or a whole number of tokens, got {number}", param="kvorum.kv_budget"
         )
     return int(number)
+
+
+def read_api_key(config: ClusterConfig) -> str | None:
+    """Return the key that clients must send, out of its file where it is in one; raises ConfigError."""
+    if config.api_key_file is None:
+        return config.api_key
+    try:
+        key = config.api_key_file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file: {config.api_key_file}: cannot be read: {error}") from None
+    if not key:
+        raise ConfigError(f"api_key_file: {config.api_key_file}: is empty")
+    return key

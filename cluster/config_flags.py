@@ -38,6 +38,15 @@ def load_config(path: Path | None, flags: Mapping[str, Any]) -> ClusterConfig:
     for name, value in flags.items():
         settings[name] = value
         places[name] = _flag(name)
+    return check_config(settings, places)
+
+
+def check_config(settings: Mapping[str, Any], places: Mapping[str, str]) -> ClusterConfig:
+    """Check settings; places says where each was given, where that is more than its name.
+
+    Raises:
+        ConfigError: a line for each mistake, with its place.
+    """
     try:
         return ClusterConfig.model_validate(settings)
     except ValidationError as error:

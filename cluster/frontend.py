@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
 from kvorum.cluster.admission import LocalAdmission
 from kvorum.cluster.calls import Call, Protocol
-from kvorum.cluster.config import ClusterConfig
+from kvorum.cluster.config import ClusterConfig, read_api_key
 from kvorum.cluster.engine_directory import EngineDirectory
 from kvorum.cluster.engine_status import EngineStatus
 from kvorum.cluster.generation import Delta, Generator, ResumePolicy, Trail
@@ -26,7 +26,7 @@ from kvorum.cluster.metrics import RouterMetrics
 from kvorum.cluster.model import ServedModel
 from kvorum.cluster.planning import GenerationRequest, Prompting, Surroundings, plan_generation
 from kvorum.cluster.sampling_fields import SamplingFields
-from kvorum.cluster.tenants import TenantTable
+from kvorum.cluster.tenants import Tenant, TenantTable
 from kvorum.kvstore.errors import CapacityError, InvalidRequestError
 from kvorum.workers.request import RequestId
 
@@ -55,7 +55,8 @@ class Frontend:
         """
         self.config = config
         self.model = model
-        self.tenants = TenantTable(config.tenants, api_key=config.api_key)
+        self._api_key = read_api_key(config)
+        self.tenants = self._tenant_table(config.tenants)
         self.metrics = RouterMetrics(self.tenants.names, self.statuses)
         self.is_draining = False
         self._engines = engines
@@ -118,10 +119,14 @@ class Frontend:
         """Return the engines whose ranks are all alive."""
         return {engine_id: status for engine_id, status in self.statuses().items() if status.healthy}
 
-    def set_tenants(self, tenants: TenantTable) -> None:
-        """Take new tenants; requests that were planned go on under the old ones."""
-        self.tenants = tenants
-        self.metrics.tenants.add(tenants.names)
+    def set_tenants(self, tenants: Mapping[str, Tenant]) -> TenantTable:
+        """Take new tenants and return their table; requests that were planned go on under the old ones."""
+        self.tenants = self._tenant_table(tenants)
+        self.metrics.tenants.add(self.tenants.names)
+        return self.tenants
+
+    def _tenant_table(self, tenants: Mapping[str, Tenant]) -> TenantTable:
+        return TenantTable(tenants, api_key=self._api_key)
 
     def authenticate(self, authorization: str | None) -> str:
         """Return the tenant of an Authorization header or metadata entry; raises AuthenticationError."""

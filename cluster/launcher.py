@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvorum.cluster.addresses import check_reachable, choose_ports, url_host
-from kvorum.cluster.config import ClusterConfig, ConfigError
+from kvorum.cluster.config import ClusterConfig, ConfigError, read_api_key
 from kvorum.cluster.manager.tls import read_tls
 from kvorum.kernels.cpu.build import CompilerError, library_path
 from kvorum.kvstore.errors import DeadlineError, KvorumError
@@ -63,8 +63,10 @@ def running_cluster(
         on_phase: told what goes on, in words.
         on_progress: told how far an engine has loaded, with the engine's name.
     """
+    # What is wrong with these is said before anything is started.
+    read_api_key(config)
     if config.control_tls is not None:
-        read_tls(config.control_tls)  # what is wrong with it is said before anything is started
+        read_tls(config.control_tls)
     ports = choose_ports(
         config.host, wanted=(config.port, config.grpc_port), count=config.num_routers, names=("port", "grpc_port")
     )

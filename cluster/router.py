@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
 from fastapi import FastAPI
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -36,6 +37,8 @@ from kvorum.cluster.ray_metrics import RayExport
 from kvorum.cluster.tenants import Tenant, TenantTable
 from kvorum.kvstore.errors import EngineLostError
 
+logger = logging.getLogger(__name__)
+
 TENANTS: Final = TypeAdapter(dict[str, Tenant])
 
 _CONTROL_TIMEOUT_S = 2.0
@@ -47,11 +50,8 @@ class Router(GrpcService):
     def __init__(self, config: ClusterConfig, engines: DeploymentHandle[EngineReplica]) -> None:
         """Serve what `engines` compute."""
         log_to_stderr(config.log_format)
-        tenants = TenantTable(config.tenants).limits()
         self._manager = (
-            ManagerHandle(config.control_tls, log_format=config.log_format, tenants=tenants)
-            if config.cache_manager
-            else None
+            ManagerHandle(config.control_tls, log_format=config.log_format) if config.cache_manager else None
         )
         self._frontend = Frontend(
             config,
@@ -59,6 +59,9 @@ class Router(GrpcService):
             EngineDirectory(_discovery(engines)),
             find_manager=self._manager.find if self._manager else None,
         )
+        # Serve hands the tenants over right after the constructor, but opens the ports before.
+        self._frontend.tenants = TenantTable.closed()
+        self._has_tenants = False
         self._frontend.start()
         export = RayExport(self._frontend.metrics.registry)
         self._exporting = asyncio.create_task(export.run(self._frontend.refresh_metrics))
@@ -69,10 +72,18 @@ class Router(GrpcService):
         return create_app(self._frontend)
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Take new tenants; Serve calls this after the constructor and whenever they change."""
-        config = TENANTS.validate_python(user_config["tenants"])
-        tenants = TenantTable(config, api_key=self._frontend.config.api_key)
-        self._frontend.set_tenants(tenants)
+        """Take new tenants; Serve calls this after the constructor and whenever they change.
+
+        Serve ends a router whose call fails, so a running one keeps the tenants it has rather than take wrong ones.
+        """
+        try:
+            tenants = self._frontend.set_tenants(TENANTS.validate_python(user_config["tenants"]))
+        except ValidationError:
+            if not self._has_tenants:
+                raise
+            logger.exception("the new tenants are wrong, the old ones hold on")
+            return
+        self._has_tenants = True
         if self._manager:
             with contextlib.suppress(ManagerLostError):  # it hears of them when it is back
                 await self._manager.set_tenants(tenants.limits())

@@ -117,6 +117,13 @@ class TenantTable:
         if api_key is not None and not tenants:
             self._by_hash[hash_key(api_key)] = DEFAULT_TENANT
 
+    @classmethod
+    def closed(cls) -> TenantTable:
+        """Return a table that lets nobody in, for as long as the tenants are not known."""
+        table = cls({})
+        table._needs_key = True
+        return table
+
     def __getitem__(self, name: str) -> Tenant:
         """Return a tenant by its name."""
         return self._tenants[name]

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvorum.cluster.config import ONLY_ENGINES, ONLY_ROUTERS, ClusterConfig, ConfigError, budget_from_number
+from kvorum.cluster.config import (
+    ONLY_ENGINES,
+    ONLY_ROUTERS,
+    ClusterConfig,
+    ConfigError,
+    budget_from_number,
+    read_api_key,
+)
 from kvorum.cluster.config_flags import add_config_arguments, flags_of, load_config
 from kvorum.kvstore.errors import InvalidRequestError
 
@@ -106,12 +113,30 @@ def test_an_empty_file_is_no_mistake(tmp_path: Path) -> None:
         ({"default_kv_budget": 2.5, "default_policy": "h2o"}, "--default-kv-budget: kv_budget is a fraction up to 1"),
         ({"default_kv_budget": float("nan"), "default_policy": "h2o"}, "--default-kv-budget: kv_budget is a fraction"),
         ({"max_num_batched_tokens": 8}, "--max-num-batched-tokens: 8 is less than block_size 16"),
+        ({"api_key": "k", "api_key_file": "f"}, "--api-key-file: api_key is given too"),
         ({"port": 9000}, "--grpc-port: 9000 collides with port 9000"),
         ({"port": 8999, "grpc_port": 9000, "num_routers": 2}, "--grpc-port: 9000 collides with port 8999"),
     ],
 )
 def test_rules_that_types_cannot_say(flags: dict[str, object], expected: str) -> None:
     assert expected in mistake(None, {"grpc_port": 9000} | flags)
+
+
+def test_the_key_may_lie_in_a_file(tmp_path: Path) -> None:
+    assert read_api_key(ClusterConfig()) is None
+    assert read_api_key(ClusterConfig(api_key="k")) == "k"
+    assert read_api_key(ClusterConfig(api_key_file=write(tmp_path / "key", "s3cret\n"))) == "s3cret"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"), [(None, "cannot be read"), (b"\xff", "cannot be read"), (b" ", "is empty")]
+)
+def test_a_key_file_that_holds_no_key_is_refused(tmp_path: Path, content: bytes | None, expected: str) -> None:
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"api_key_file: {path}: {expected}"):
+        read_api_key(ClusterConfig(api_key_file=path))
 
 
 @given(st.integers(2, 2**40))

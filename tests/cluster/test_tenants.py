@@ -48,6 +48,12 @@ def test_without_tenants_there_is_one_that_may_see_everything() -> None:
         with_key.authenticate(None)
 
 
+def test_nobody_is_let_in_while_the_tenants_are_not_known() -> None:
+    for authorization in (None, "Bearer x"):
+        with pytest.raises(AuthenticationError):
+            TenantTable.closed().authenticate(authorization)
+
+
 def test_only_operators_see_the_cluster() -> None:
     table().check_operator("acme")
     with pytest.raises(PermissionDeniedError):
@@ -108,6 +114,8 @@ def test_the_cluster_refuses_tenants_that_cannot_be_told_apart_or_limited() -> N
         ClusterConfig.model_validate({"tenants": {"acme": key, "beta": key}})
     with pytest.raises(ValidationError, match="api_key"):
         ClusterConfig.model_validate({"tenants": {"acme": key}, "api_key": "x"})
+    with pytest.raises(ValidationError, match="api_key_file"):
+        ClusterConfig.model_validate({"tenants": {"acme": key}, "api_key_file": "x"})
     with pytest.raises(ValidationError, match="cache_manager"):
         ClusterConfig.model_validate({"tenants": {"acme": key}, "cache_manager": False})
 
