@@ -1,5 +1,6 @@
-# make demo | serve | test | lint | protos | kernels | bench | bench-gpu | bench-peers | bench-ranks | bench-manager | bench-allocation |
-# bench-pressure | bench-tenants | chaos | chaos-manager: each sets up what it needs in .venv first.
+# make demo | serve | test | lint | protos | chart | kernels | bench | bench-gpu | bench-peers | bench-ranks |
+# bench-manager | bench-allocation | bench-pressure | bench-tenants | chaos | chaos-manager: each sets up what it needs
+# in .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
@@ -8,7 +9,7 @@ ARGS ?=
 export PYTHONSAFEPATH := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo serve test lint format protos kernels bench bench-gpu bench-peers bench-ranks bench-manager bench-allocation bench-pressure bench-tenants chaos chaos-manager clean
+.PHONY: demo serve test lint format protos chart kernels bench bench-gpu bench-peers bench-ranks bench-manager bench-allocation bench-pressure bench-tenants chaos chaos-manager clean
 
 demo: .venv/.demo
 	$(BIN)/kvorum demo $(ARGS)
@@ -25,6 +26,8 @@ lint: .venv/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh protos/lint.sh
+	$(BIN)/python -P deploy/helm/chart.py check
+	$(BIN)/hadolint deploy/docker/Dockerfile
 
 format: .venv/.dev
 	$(BIN)/ruff format .
@@ -32,6 +35,9 @@ format: .venv/.dev
 
 protos: .venv/.dev
 	sh protos/generate.sh $(BIN)/python
+
+chart: .venv/.dev
+	$(BIN)/python -P deploy/helm/chart.py generate
 
 kernels: .venv/.demo
 	$(BIN)/python -P -m kvorum.kernels.cpu.build

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -65,7 +66,8 @@ def log_to_stderr(log_format: LogFormat) -> None:
     """Write every line of kvorum's loggers from INFO up, once per process."""
     logger = logging.getLogger("kvorum")
     if not logger.handlers:
-        handler = logging.StreamHandler()
+        # Serve puts a stream of its own in the place of sys.stderr, which keeps lines back until an error or 1,000 more.
+        handler = logging.StreamHandler(sys.__stderr__)
         handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)

@@ -8,9 +8,10 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 KVORUM = str(Path(sys.executable).with_name("kvorum"))
 TAG = "KVORUM_TEST_TAG"
@@ -50,14 +51,16 @@ class Command:
 
 
 @contextlib.contextmanager
-def command(*arguments: str) -> Iterator[Command]:
+def command(
+    *arguments: str, program: str = KVORUM, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Command]:
     tag = uuid.uuid4().hex
     process = subprocess.Popen(
-        [KVORUM, *arguments],
+        [program, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {TAG: tag},
+        env=os.environ | environment | {TAG: tag},
         start_new_session=True,
     )
     try:

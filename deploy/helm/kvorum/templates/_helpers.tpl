@@ -1,0 +1,135 @@
+{{- define "kvorum.fullname" -}}
+{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-{{ .Chart.Name }}{{ end }}
+{{- end }}
+
+{{- define "kvorum.selector" -}}
+app.kubernetes.io/part-of: kvorum
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "kvorum.labels" -}}
+{{ include "kvorum.selector" . }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{- define "kvorum.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
+{{- /*
+What Ray takes, after SIGTERM, to drain its node: Serve has time to start replicas elsewhere, then those here finish their
+requests (drain_timeout_s) and end (engines take up to 8 s for it).
+*/}}
+{{- define "kvorum.drainSeconds" -}}
+{{ add (ceil .Values.config.drain_timeout_s) 15 }}
+{{- end }}
+
+{{- define "kvorum.gracePeriodSeconds" -}}
+{{ add (include "kvorum.drainSeconds" .) 30 }}
+{{- end }}
+
+{{- /* Arguments of the application: everything that only new processes can take. */}}
+{{- define "kvorum.args" -}}
+{{- $args := omit .Values.config "tenants" }}
+{{- $_ := set $args "host" "0.0.0.0" }}
+{{- $_ := set $args "router_resource" "kvorum_router" }}
+{{- with .Values.controlTLS.existingSecret }}{{ $_ := set $args "control_tls" "/etc/kvorum/control-tls" }}{{ end }}
+{{- with .Values.apiKey.existingSecret }}{{ $_ := set $args "api_key_file" "/etc/kvorum/api-key/key" }}{{ end }}
+{{- toYaml $args }}
+{{- end }}
+
+{{- /* What ClusterConfig checks when the application is built, but Serve hands over without building it. */}}
+{{- define "kvorum.checkTenants" -}}
+{{- $tenants := .Values.config.tenants | default dict }}
+{{- if and $tenants .Values.apiKey.existingSecret }}
+{{- fail "apiKey.existingSecret: with config.tenants, each has keys of its own (api_key_sha256)" }}
+{{- end }}
+{{- if and $tenants (eq (toString .Values.config.cache_manager) "false") }}
+{{- fail "config.cache_manager: tenants have limits only with the cache manager" }}
+{{- end }}
+{{- $owners := dict }}
+{{- range $name, $tenant := $tenants }}
+{{- range ($tenant | default dict).api_key_sha256 }}
+{{- if ne $name (get $owners . | default $name) }}
+{{- fail (printf "config.tenants: %s and %s have the same API key" (get $owners .) $name) }}
+{{- end }}
+{{- $_ := set $owners . $name }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "kvorum.serveConfig" -}}
+{{- include "kvorum.checkTenants" . -}}
+# Clients reach the routers' own ports. The proxy that Serve starts all the same stays alone on the head.
+proxy_location: HeadOnly
+http_options:
+  host: 0.0.0.0
+  port: {{ .Values.config.port }}
+grpc_options:
+  port: {{ .Values.config.grpc_port }}
+  grpc_servicer_functions:
+    - kvorum.protos.inference.v1.inference_pb2_grpc.add_InferenceServiceServicer_to_server
+    - grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server
+applications:
+  - name: kvorum
+    import_path: kvorum.cluster.serve_app:build
+    route_prefix: /
+    args:
+      {{- include "kvorum.args" . | nindent 6 }}
+    deployments:
+      - name: Router
+        # Each pod has one pair of ports.
+        max_replicas_per_node: 1
+        user_config:
+          tenants:
+            {{- .Values.config.tenants | default dict | toYaml | nindent 12 }}
+      - name: Engine
+        ray_actor_options:
+          num_cpus: 0
+          resources:
+            kvorum_engine: 1
+{{- end }}
+
+{{- /* What Ray and Serve read from the environment only: launcher.serve_environment, and how a node stops. */}}
+{{- define "kvorum.env" -}}
+{{- $port := int .Values.config.port }}
+{{- $grpcPort := int .Values.config.grpc_port }}
+{{- $env := dict
+  "PYTHONSAFEPATH" "1"
+  "RAY_USAGE_STATS_ENABLED" "0"
+  "RAY_SERVE_THROUGHPUT_OPTIMIZED" "1"
+  "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP" "1"
+  "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT" $port
+  "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT" (add1 $port)
+  "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT" $grpcPort
+  "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT" (add1 $grpcPort)
+  "RAY_SERVE_PORT_QUARANTINE_S" "0"
+  "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S" "0"
+  "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" (include "kvorum.drainSeconds" .)
+  "HF_HOME" "/models"
+}}
+{{- range $name, $value := $env }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
+{{- end }}
+{{- with .Values.huggingFace }}
+{{- if .existingSecret }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ .existingSecret }}
+      key: {{ .key }}
+{{- end }}
+{{- end }}
+{{- with .Values.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "kvorum.containerSecurity" -}}
+allowPrivilegeEscalation: false
+capabilities:
+  drop: [ALL]
+{{- end }}
