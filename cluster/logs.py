@@ -66,7 +66,7 @@ def log_to_stderr(log_format: LogFormat) -> None:
     """Write every line of kvorum's loggers from INFO up, once per process."""
     logger = logging.getLogger("kvorum")
     if not logger.handlers:
-        # Serve puts a stream of its own in the place of sys.stderr, which keeps lines back until an error or 1,000 more.
+        # Serve puts a stream of its own in place of sys.stderr, which keeps lines back until an error or 1,000 more.
         handler = logging.StreamHandler(sys.__stderr__)
         handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
         logger.addHandler(handler)
