@@ -94,7 +94,7 @@ def described_values() -> Iterator[Entry]:
 
 
 def _entry(keys: list[str], comments: list[str], values: Any) -> Entry:  # noqa: ANN401  # YAML
-    path = []
+    path: list[str] = []
     for key in keys:
         if isinstance(values, list):
             path[-1] += "[]"
