@@ -10,17 +10,19 @@ import contextlib
 import logging
 import random
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 
 from kvorum.cluster.admission import LocalAdmission
 from kvorum.cluster.calls import Call, Protocol
 from kvorum.cluster.config import ClusterConfig, read_api_key
+from kvorum.cluster.engine_client import EngineClient
 from kvorum.cluster.engine_directory import EngineDirectory
 from kvorum.cluster.engine_status import EngineStatus
 from kvorum.cluster.generation import Delta, Generator, ResumePolicy, Trail
 from kvorum.cluster.managed_admission import ManagedAdmission
 from kvorum.cluster.manager.channel import FindManager
 from kvorum.cluster.manager.tls import read_tls
+from kvorum.cluster.manager.types import ClusterView
 from kvorum.cluster.manager.watching import ViewChange
 from kvorum.cluster.metrics import RouterMetrics
 from kvorum.cluster.model import ServedModel
@@ -115,6 +117,10 @@ class Frontend:
         """Return what each connected engine said last, by id."""
         return {client.status.info.engine_id: client.status for client in self._engines.clients() if client.status}
 
+    def engine_clients(self) -> Collection[EngineClient]:
+        """Return the clients of all engines, connected or not."""
+        return self._engines.clients()
+
     def live_engines(self) -> Mapping[str, EngineStatus]:
         """Return the engines whose ranks are all alive."""
         return {engine_id: status for engine_id, status in self.statuses().items() if status.healthy}
@@ -177,7 +183,11 @@ class Frontend:
         """Ask the cache manager for its numbers, if there is one, and name the tenants that have most requests."""
         self.metrics.tenants.give_names()
         if self._managed:
-            self.metrics.show_manager(await self._managed.link.look(timeout_s=_LOOK_TIMEOUT_S))
+            self.metrics.show_manager(await self.look_at_cluster())
+
+    async def look_at_cluster(self) -> ClusterView | None:
+        """Return what the cache manager knows now; None without one, or while it is away."""
+        return await self._managed.link.look(timeout_s=_LOOK_TIMEOUT_S) if self._managed else None
 
     def watch_cluster(self, *, tenant: str) -> AsyncGenerator[ViewChange]:
         """Return the cluster's whole state, then what changes, to an operator.

@@ -12,7 +12,9 @@ from kvorum.cluster.calls import Call
 from kvorum.cluster.frontend import Frontend
 
 GENERATING: Final = frozenset(("/v1/chat/completions", "/v1/completions"))
-_OTHERS: Final = frozenset(("/v1/models", "/tokenize", "/detokenize", "/operator/cluster", "/operator/cluster/watch"))
+_OTHERS: Final = frozenset(
+    (*("/v1/models", "/tokenize", "/detokenize"), *("/operator/cluster", "/operator/cluster/watch", "/console/stream"))
+)
 _MODELS: Final = "/v1/models"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvorum.cluster.config import ClusterConfig, ConfigError
+from kvorum.kernels.spec import DecoderSpec
 from kvorum.kvstore.errors import ContextLengthError, InvalidRequestError
 from kvorum.workers.checkpoint.resolve import Checkpoint, resolve
 from kvorum.workers.checkpoint.tokenizer import Tokenizer
@@ -28,6 +29,7 @@ class ServedModel:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     longest_token_chars: int
+    spec: DecoderSpec
 
     async def encode(self, text: str, *, param: str, add_special_tokens: bool) -> tuple[int, ...]:
         """Turn text into token ids without holding up the event loop.
@@ -74,6 +76,7 @@ def load_model(config: ClusterConfig) -> ServedModel:
         max_model_len=config.max_model_len or checkpoint.spec.max_position,
         eos_token_ids=checkpoint.eos_token_ids,
         longest_token_chars=longest_token_chars(tokenizer),
+        spec=checkpoint.spec,
     )
 
 

@@ -24,6 +24,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from kvorum.cluster.config import ClusterConfig
+from kvorum.cluster.console.lesson_room import LessonRoom
+from kvorum.cluster.console.routes import console_routes
 from kvorum.cluster.engine_deployment import EngineAddress, EngineReplica
 from kvorum.cluster.engine_directory import Discover, EngineDirectory
 from kvorum.cluster.frontend import Frontend
@@ -62,6 +64,7 @@ class Router(GrpcService):
         # Serve hands the tenants over right after the constructor, but opens the ports before.
         self._frontend.tenants = TenantTable.closed()
         self._has_tenants = False
+        self._lessons = LessonRoom()
         self._frontend.start()
         export = RayExport(self._frontend.metrics.registry)
         self._exporting = asyncio.create_task(export.run(self._frontend.refresh_metrics))
@@ -69,7 +72,9 @@ class Router(GrpcService):
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the HTTP application; Serve calls this after the constructor."""
-        return create_app(self._frontend)
+        app = create_app(self._frontend)
+        app.include_router(console_routes(self._frontend, self._lessons.teach))
+        return app
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Take new tenants; Serve calls this after the constructor and whenever they change.
@@ -99,6 +104,7 @@ class Router(GrpcService):
     async def __del__(self) -> None:
         """Let go of the engines; Serve calls and awaits this at shutdown."""
         self._exporting.cancel()
+        self._lessons.close()
         await self._frontend.stop()
 
 

@@ -85,8 +85,9 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """What one more token cost. Projections are of K and V, per layer."""
+    """What one more token cost. Projections are of K and V, per layer. token_id: the one that came of it."""
 
+    token_id: int
     context_tokens: int
     projections_with_cache: int
     projections_without: int
@@ -109,7 +110,7 @@ def compare_caching(backend: CountingBackend, prompt: Sequence[int], *, num_toke
         fresh.submit("whole", context, max_tokens=1, kv=KVParams())
         whole_projections, whole_s = _timed(backend, fresh.steps())
         assert fresh.answers[RequestId("whole")] == [answer[index]], "the cache changed an answer"
-        costs.append(TokenCost(len(context), projections, whole_projections, seconds, whole_s))
+        costs.append(TokenCost(answer[index], len(context), projections, whole_projections, seconds, whole_s))
     return costs
 
 

@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from kvorum.cluster.model import ServedModel, longest_token_chars
+from kvorum.kernels.spec import DecoderSpec, LayerSpec, RopeSpec
 from kvorum.workers.checkpoint.tokenizer import Tokenizer
 
 CHAT_TEMPLATE = (
@@ -62,6 +63,17 @@ def tiny_model(*, max_model_len: int = 512, name: str = "tiny") -> ServedModel:
         max_model_len=max_model_len,
         eos_token_ids=(256,),
         longest_token_chars=longest_token_chars(tokenizer),
+        spec=DecoderSpec(
+            vocab_size=tokenizer.vocab_size,
+            hidden_size=32,
+            intermediate_size=64,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+            layers=(LayerSpec(RopeSpec((1.0, 0.1, 0.01, 0.001))),),
+            max_position=max_model_len,
+            rms_norm_eps=1e-5,
+        ),
     )
 
 
