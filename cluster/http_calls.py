@@ -15,7 +15,8 @@ GENERATING: Final = frozenset(("/v1/chat/completions", "/v1/completions"))
 _OTHERS: Final = frozenset(
     (*("/v1/models", "/tokenize", "/detokenize"), *("/operator/cluster", "/operator/cluster/watch", "/console/stream"))
 )
-_MODELS: Final = "/v1/models"
+# Calls of these paths and of all below them are counted as one.
+_FAMILIES: Final = ("/v1/models", "/console/learn")
 
 
 class NoteCalls:
@@ -46,4 +47,4 @@ def _method_of(path: str) -> str | None:
     """Return what calls of a path are counted as; paths that clients make up are none."""
     if path in GENERATING or path in _OTHERS:
         return path
-    return _MODELS if path.startswith(f"{_MODELS}/") else None
+    return next((family for family in _FAMILIES if path.startswith(f"{family}/")), None)

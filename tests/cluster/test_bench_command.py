@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -11,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
 from kvorum.cluster import cli
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.http import create_app
+from kvtest.servers import http_server
 from kvtest.stack import running_stack
 
 KEY = "k1"
@@ -31,18 +30,10 @@ def url() -> Iterator[str]:
     async def serve() -> None:
         loops.append(asyncio.get_running_loop())
         async with running_stack(ClusterConfig(api_key=KEY), step_delay_s=0.002) as stack:
-            config = uvicorn.Config(create_app(stack.frontend), port=0, log_level="error", ws="none", lifespan="off")
-            server = uvicorn.Server(config)
-            with contextlib.ExitStack() as cleanup:
-                serving = asyncio.create_task(server.serve())
-                cleanup.callback(setattr, server, "should_exit", True)
-                while not server.started:
-                    await asyncio.sleep(0.01)
-                port = server.servers[0].sockets[0].getsockname()[1]
-                addresses.append(f"http://127.0.0.1:{port}")
+            async with http_server(create_app(stack.frontend)) as address:
+                addresses.append(address)
                 started.set()
                 await stop.wait()
-            await serving
             await stack.wait_until_idle()
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))

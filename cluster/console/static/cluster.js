@@ -1,6 +1,6 @@
 // The cluster: how full it is, each engine's pool and ranks, the price of a block, and who gave blocks up.
 
-import { count, css, h, paint, percent, setText, shortId, sparkline, syncChildren, tenantColour, withTip } from "./dom.js";
+import { count, css, h, paint, percent, requestOf, setText, shortId, sparkline, syncChildren, tenantColour, withTip } from "./dom.js";
 import { addressOf, sequencesOf } from "./rows.js";
 
 const STEPS = { PREFIX: "cached prefixes dropped", SHRINK_OVER_QUOTA: "shrunk, over quota", SHRINK: "shrunk", OFFLOAD: "moved to host memory", PREEMPT: "preempted" };
@@ -28,7 +28,7 @@ export class ClusterView {
     const up = cluster.engines.filter((engine) => engine.healthy).length;
     this.tiles.Engines.show(`${up} of ${cluster.engines.length}`, null, cluster.manager_is_up ? "" : cluster.has_manager ? "manager away" : "no manager");
     this.tiles["KV blocks held"].show(`${count(held)} / ${count(total)}`, history.map((each) => each.held), percent(held, total));
-    this.tiles["Price λ of a block"].show(cluster.price.toPrecision(3), history.map((each) => each.price), "", css("--warn"));
+    this.tiles["Price λ of a block"].show(cluster.price ? cluster.price.toPrecision(3) : "0", history.map((each) => each.price), "", css("--warn"));
     this.tiles["Tokens a second"].show(history.at(-1).rate.toFixed(0), history.map((each) => each.rate), "", css("--good"));
     this.tiles.Sequences.show(`${count(sum("num_running"))} run`, history.map((each) => each.running), `${count(sum("num_waiting"))} wait`);
     this.tiles["Ledger drift"].show(count(cluster.drift_blocks), null, cluster.drift_blocks ? "blocks" : "the books agree");
@@ -130,7 +130,7 @@ const gapOf = (size) => (size >= 6 ? 1 : size >= 4 ? 0.5 : 0);
 
 /** Return the largest cells with which a pool fits; each stands for one block, or for several in a large pool. */
 function cellsFor(total, width, height) {
-  const size = Math.max(3, Math.min(16, Math.floor(Math.sqrt((width * height) / total))));
+  const size = Math.max(3, Math.min(26, Math.floor(Math.sqrt((width * height) / total))));
   const [columns, rows] = [Math.max(1, Math.floor(width / size)), Math.max(1, Math.floor(height / size))];
   return { size, columns, each: Math.max(1, total / (columns * rows)) };
 }
@@ -147,7 +147,7 @@ function runsOf(engine, sequences) {
   sequences.sort((a, b) => a.tenant.localeCompare(b.tenant) || a.request_id.localeCompare(b.request_id));
   sequences.forEach((sequence, index) => {
     const blocks = Math.min(sequence.blocks, engine.held_blocks - first);
-    add(`${sequence.tenant} ${sequence.request_id.slice(0, 8)}\n${sequence.policy}, ${sequence.phase}`, tenantColour(sequence.tenant, index % 2), blocks, sequence);
+    add(`${sequence.tenant} ${requestOf(sequence.request_id).slice(0, 8)}\n${sequence.policy}, ${sequence.phase}`, tenantColour(sequence.tenant, index % 2), blocks, sequence);
   });
   add("held", css("--dim"), engine.held_blocks - first);
   add("cached prefixes, free for the taking", css("--cached"), engine.cached_blocks);

@@ -52,6 +52,8 @@ export function bytes(n) {
   return `${n >= 100 || unit === 0 ? n.toFixed(0) : n.toFixed(1)} ${units[unit]}`;
 }
 export const shortId = (id) => id.replace(/^engine-/, "").slice(0, 8);
+/** A request's id without its tenant, which stands beside it. */
+export const requestOf = (id) => id.slice(id.indexOf("/") + 1);
 
 const hues = [205, 35, 155, 285, 0, 60, 180, 325, 110, 250];
 const tenantHues = new Map();

@@ -148,7 +148,7 @@ class Pages extends Part {
   show(lesson) {
     this.lesson = lesson;
     this.step.max = lesson.steps.length - 1;
-    setText(this.who, lesson.requests.map(({ name, prompt_tokens, max_tokens, budget }) => `${name}: ${prompt_tokens} + ${max_tokens} tokens${budget ? `, h2o at ${budget}` : ""}`).join(" · ") + ` · ${lesson.block_size} tokens a block · C begins like A and shares its blocks until it evicts`);
+    setText(this.who, lesson.requests.map(({ name, prompt_tokens, max_tokens, budget }) => `${name}: ${prompt_tokens} + ${max_tokens} tokens${budget ? `, h2o at ${budget}` : ""}`).join(" · ") + ` · ${lesson.block_size} tokens a block · C has the same prompt as A`);
     this.draw();
   }
 
@@ -208,8 +208,7 @@ class Evictions extends Part {
     this.inputs.layer.max = num_layers - 1;
     this.inputs.kv_head.max = num_kv_heads - 1;
     const stays = new Set(kept);
-    const dropped = new Set([...cut, ...evictions.map((each) => each.victim_position)]);
-    this.text.replaceChildren(...texts.map((token, position) => h("span", { class: `tok ${position >= num_prompt ? "answer" : ""} ${dropped.has(position) && !stays.has(position) ? "gone" : ""}`, "data-position": position }, token)));
+    this.text.replaceChildren(...texts.map((token, position) => h("span", { class: `tok ${position >= num_prompt ? "answer" : ""} ${stays.has(position) || position === texts.length - 1 ? "" : "gone"}`, "data-position": position }, token)));
     setText(this.summary, `${kept.length} of ${texts.length - 1} tokens are kept; ${cut.length} went when the prompt was done, then one for each new token:`);
     this.list.replaceChildren(...evictions.map((each) => h("li", {}, `${JSON.stringify(texts[each.new_position])} came, ${JSON.stringify(texts[each.victim_position])} goes next: score ${each.victim_score.toFixed(3)}, the next lowest ${each.lowest_kept_score.toFixed(3)}`)));
   }

@@ -1,6 +1,6 @@
 // One sequence: its pages, and in one KV head of one layer what is kept, what was dropped and what goes next.
 
-import { count, css, h, paint, setText, shortId, syncChildren, withTip } from "./dom.js";
+import { count, css, h, paint, requestOf, setText, shortId, syncChildren, withTip } from "./dom.js";
 
 // Longer texts show their end.
 const MAX_TOKENS = 4000;
@@ -12,7 +12,7 @@ export class SequenceView {
     this.focusOn = focusOn;
     this.layer = 0;
     this.kvHead = 0;
-    this.title = h("h1", {}, `Sequence ${address.sequence.slice(0, 12)}`);
+    this.title = h("h1", {}, `Sequence ${requestOf(address.sequence).slice(0, 12)}`);
     this.facts = h("p", { class: "row dim" });
     this.layerText = h("output", { class: "num" });
     this.layerInput = h("input", { type: "range", min: 0, max: 0, value: 0, "aria-label": "Layer", oninput: () => this.choose(Number(this.layerInput.value), this.kvHead) });

@@ -1,6 +1,6 @@
 // All sequences in one list, of which only the visible rows exist: thousands cost no more than thirty.
 
-import { count, h, setText, shortId, tenantColour } from "./dom.js";
+import { count, h, requestOf, setText, shortId, tenantColour } from "./dom.js";
 import { addressOf, sequencesOf } from "./rows.js";
 
 const ROW_HEIGHT = 28;
@@ -117,7 +117,7 @@ function makeRow() {
   row.addEventListener("click", () => (location.hash = address));
   row.show = (each, most) => {
     address = addressOf(each);
-    const texts = [shortId(each.engine.engine_id), each.request_id, each.tenant, each.policy, each.phase, `${each.num_prompt} + ${each.num_tokens - each.num_prompt}`, null, each.kv_budget ?? "–", each.evicted_tokens || "–", each.shrinks || "–", each.offloads + each.preemptions || "–"];
+    const texts = [shortId(each.engine.engine_id), requestOf(each.request_id), each.tenant, each.policy, each.phase, `${each.num_prompt} + ${each.num_tokens - each.num_prompt}`, null, each.kv_budget ?? "–", each.evicted_tokens || "–", each.shrinks || "–", each.offloads + each.preemptions || "–"];
     texts.forEach((text, index) => text !== null && setText(cells[index], text));
     cells[4].className = `phase-${each.phase}`;
     track.style.setProperty("--tenant", tenantColour(each.tenant));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any, Protocol, TypeAlias
@@ -9,6 +10,8 @@ from typing import Any, Protocol, TypeAlias
 import grpc
 import grpc.aio
 import httpx
+import uvicorn
+from fastapi import FastAPI
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # has no types
 from grpc_health.v1 import health_pb2_grpc  # type: ignore[import-untyped]  # has no types
 from grpc_status import rpc_status  # type: ignore[import-untyped]  # has no types
@@ -36,6 +39,20 @@ async def http_client(stack: HasFrontend) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(create_app(stack.frontend), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://kvorum", timeout=30) as client:
         yield client
+
+
+@contextlib.asynccontextmanager
+async def http_server(app: FastAPI) -> AsyncIterator[str]:
+    """Serve an application on a real port, for streams that never end, and yield its address."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none", lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    try:
+        while not server.started:
+            await asyncio.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
 
 
 @contextlib.asynccontextmanager
