@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,25 @@ def test_the_autoscaler_may_change_engine_groups_only() -> None:
     assert bounds == {"routers": (2, 2), "l4": (1, 4)}
     fixed = pod_groups(render({}))["cpu"]
     assert fixed["minReplicas"] == fixed["replicas"] == fixed["maxReplicas"]
+
+
+def test_ray_is_of_the_version_that_kvorum_is_tested_with() -> None:
+    assert only(render({}), "RayService")["spec"]["rayClusterConfig"]["rayVersion"] == version("ray")
+
+
+@each_example
+def test_rays_object_store_leaves_room_in_shared_memory(values: Values) -> None:
+    manifests = render(values)
+    sizes = {
+        name: next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "shm")["emptyDir"]
+        for name, pod in pods(manifests)
+    }
+    for name, group in pod_groups(manifests).items():
+        assert sizes[name]["medium"] == "Memory"
+        assert (
+            int(group["rayStartParams"]["object-store-memory"])
+            < int(sizes[name]["sizeLimit"].removesuffix("Gi")) * 2**30
+        )
 
 
 def test_large_numbers_stay_whole() -> None:

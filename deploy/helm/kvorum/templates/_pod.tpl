@@ -186,6 +186,11 @@ readinessProbe:
 {{ include "kvorum.rayletLiveness" . }}
 {{- end }}
 
+{{- /* Ray would take a third of the memory, more than /dev/shm has; kvorum keeps nothing large in it. */}}
+{{- define "kvorum.objectStore" -}}
+object-store-memory: {{ mul 256 1024 1024 | quote }}
+{{- end }}
+
 {{- define "kvorum.rayletLiveness" -}}
 livenessProbe:
   httpGet:
