@@ -13,7 +13,7 @@ import pytest
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.launcher import running_cluster
 from kvorum.cluster.tenants import Tenant, hash_key
-from kvtest.cluster import API_KEY, ClusterUnderTest
+from kvtest.cluster import API_KEY, VISITOR_KEY, ClusterUnderTest
 
 MAX_NUM_SEQS = 16
 MAX_NUM_WAITING = 16
@@ -27,7 +27,10 @@ def cluster() -> Iterator[ClusterUnderTest]:
     config = ClusterConfig(
         executor="fake",
         fake_step_delay_s=0.005,
-        tenants={"test": Tenant(api_key_sha256=(hash_key(API_KEY),), is_operator=True, max_waiting=MAX_NUM_WAITING)},
+        tenants={
+            "test": Tenant(api_key_sha256=(hash_key(API_KEY),), is_operator=True, max_waiting=MAX_NUM_WAITING),
+            "visitor": Tenant(api_key_sha256=(hash_key(VISITOR_KEY),), ceiling=64, max_requests_per_minute=1),
+        },
         port=0,
         grpc_port=0,
         kv_cache_memory_bytes=POOL_BYTES,

@@ -48,7 +48,7 @@ def test_tenants_change_while_requests_run_and_no_process_starts_anew(cluster: C
             assert [status_with("new"), status_with("new")] == [200, 429]
             assert status_with("wrong") == 401
             tenants = cluster.http.get("/operator/cluster").json()["tenants"]
-            assert [tenant["tenant"] for tenant in tenants] == ["newcomer", "test"]
+            assert [tenant["tenant"] for tenant in tenants] == ["newcomer", "test", "visitor"]
         finally:
             update_cluster(cluster.running, config)
         assert list(lines)[-2:] == ["data: [DONE]", ""]

@@ -13,6 +13,7 @@ from kvorum.cluster.launcher import RunningCluster
 from kvtest.servers import Unchecked
 
 API_KEY = "integration"
+VISITOR_KEY = "visitor"
 METADATA = (("authorization", f"Bearer {API_KEY}"),)
 
 
