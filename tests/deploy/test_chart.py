@@ -257,6 +257,13 @@ def test_engines_are_placed_where_their_gpus_are() -> None:
     assert engine["ray_actor_options"]["resources"] == {"kvorum_engine": 1}
 
 
+def test_an_engine_may_be_larger_than_a_pod() -> None:
+    resources = {"requests": {"cpu": "16", "memory": "64Gi"}, "limits": {"memory": "64Gi"}}
+    group = {"name": "big", "replicas": 2, "gpus": 8, "resources": resources}
+    manifests = manifests_with(config={"tensor_parallel_size": 16}, engineGroups=[group])
+    assert json.loads(json.loads(pod_groups(manifests)["big"]["rayStartParams"]["resources"])) == {"kvorum_engine": 1}
+
+
 def test_the_autoscaler_may_change_engine_groups_only() -> None:
     manifests = render(EXAMPLES["autoscaling-values"])
     cluster = only(manifests, "RayService")["spec"]["rayClusterConfig"]

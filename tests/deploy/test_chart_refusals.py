@@ -72,6 +72,19 @@ def test_a_value_that_cannot_be_is_refused_with_its_path(values: dict[str, Any],
             {"config": {"tenants": {"a": {}}}, "apiKey": {"existingSecret": "s"}},
             "apiKey.existingSecret: with config.tenants",
         ),
+        ({"config": {"num_engines": 2}}, "engineGroups: their pods have room for 1 of the 2 engines"),
+        (
+            {
+                "config": {"max_engines": 5},
+                "autoscaling": {"enabled": True},
+                "engineGroups": [GROUP | {"maxReplicas": 4}],
+            },
+            "engineGroups: their pods have room for 4 of the 5 engines",
+        ),
+        (
+            {"config": {"tensor_parallel_size": 16}, "engineGroups": [GROUP | {"gpus": 8}]},
+            "engineGroups: they have 8 GPUs for 1 engines with tensor_parallel_size 16",
+        ),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(values: dict[str, Any], message: str) -> None:

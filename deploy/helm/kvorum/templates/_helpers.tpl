@@ -60,8 +60,34 @@ requests (drain_timeout_s) and end (engines take up to 8 s for it).
 {{- end }}
 {{- end }}
 
+{{- /* Engines that a pod can hold: as its GPUs allow; of one that is larger than a pod, the first rank's pod. */}}
+{{- define "kvorum.enginesPerPod" -}}
+{{ max 1 (div (.group.gpus | default 0) .root.Values.config.tensor_parallel_size) }}
+{{- end }}
+
+{{- /* An engine for which there is no room would wait without a word. */}}
+{{- define "kvorum.checkRoom" -}}
+{{- $config := .Values.config }}
+{{- $wanted := int ($config.max_engines | default $config.num_engines) }}
+{{- $engines := 0 }}
+{{- $gpus := 0 }}
+{{- range .Values.engineGroups }}
+{{- $pods := int (hasKey . "replicas" | ternary .replicas 1) }}
+{{- if $.Values.autoscaling.enabled }}{{ $pods = int (.maxReplicas | default $pods) }}{{ end }}
+{{- $engines = add $engines (mul $pods (include "kvorum.enginesPerPod" (dict "root" $ "group" .))) }}
+{{- $gpus = add $gpus (mul $pods (.gpus | default 0)) }}
+{{- end }}
+{{- if gt $wanted (int $engines) }}
+{{- fail (printf "engineGroups: their pods have room for %d of the %d engines that config asks for" $engines $wanted) }}
+{{- end }}
+{{- if and $gpus (gt (mul $wanted $config.tensor_parallel_size) $gpus) }}
+{{- fail (printf "engineGroups: they have %d GPUs for %d engines with tensor_parallel_size %v" $gpus $wanted $config.tensor_parallel_size) }}
+{{- end }}
+{{- end }}
+
 {{- define "kvorum.serveConfig" -}}
 {{- include "kvorum.checkTenants" . -}}
+{{- include "kvorum.checkRoom" . -}}
 # Clients reach the routers' own ports. The proxy that Serve starts all the same stays alone on the head.
 proxy_location: HeadOnly
 http_options:

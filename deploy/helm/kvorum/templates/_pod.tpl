@@ -11,6 +11,8 @@ metadata:
     {{- include "kvorum.selector" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}
 spec:
+  # Names of Services mean nothing to the processes here.
+  enableServiceLinks: false
   terminationGracePeriodSeconds: {{ include "kvorum.gracePeriodSeconds" $root }}
   {{- if ne .component "head" }}
   automountServiceAccountToken: false
