@@ -56,10 +56,11 @@ class Call:
         self.started_s = time.monotonic()
         self.started_ns = time.time_ns()
         self.first_token_s: float | None = None
-        self.ended_s: float | None = None
+        self.ended_s = self.started_s
         self.plan: GenerationRequest | None = None
-        self.endings: list[Ending] = []
+        self.endings: dict[int, Ending] = {}
         self.error_code: str | None = None
+        self.num_tokens = 0
         self._generates = generates
         self._metrics = metrics
         self._on_end = on_end
@@ -101,7 +102,7 @@ class Call:
             return
         if self.error_code is None and self.is_whole:
             self._metrics.e2e_latency.observe(self.ended_s - self.started_s)
-            self._metrics.queue_time.observe(max(ending.queued_ms for ending in self.endings) / 1e3)
+            self._metrics.queue_time.observe(max(ending.queued_ms for ending in self.endings.values()) / 1e3)
         elif self.error_code is None:
             self._fail(CANCELLED)
         if self._on_end:
@@ -133,9 +134,11 @@ class Call:
                 self._metrics.time_to_first_token.observe(now_s - self.started_s)
                 self._metrics.prompt_tokens.labels(tenant).inc(plan.prompt_tokens)
             if delta.token_ids:
+                self.num_tokens += len(delta.token_ids)
                 generation_tokens.inc(len(delta.token_ids))
                 self._note_token(delta.index, now_s)
             if delta.ending:
+                self.endings[delta.index] = delta.ending
                 self._note_ending(delta.ending, tenant)
             yield delta
 
@@ -147,7 +150,6 @@ class Call:
 
     def _note_ending(self, ending: Ending, tenant: str) -> None:
         receipt = ending.receipt
-        self.endings.append(ending)
         self._metrics.successes.labels(ending.reason.value).inc()
         self._metrics.evicted_tokens.labels(tenant, receipt.policy).inc(receipt.kv_tokens_evicted)
         self._metrics.retained_mass.labels(receipt.policy).observe(receipt.retained_mass)

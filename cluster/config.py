@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Collection
 from pathlib import Path
@@ -215,6 +216,13 @@ class ObservabilitySection(_Section):
         "default: no traces.",
     )
 
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_tracing(cls, value: str | None) -> str | None:
+        if value is not None and not _has_opentelemetry():
+            raise ValueError("needs OpenTelemetry: pip install 'kvorum[otel]'")
+        return value
+
 
 class ClusterSection(_Section):
     """How many processes, and where."""
@@ -368,3 +376,10 @@ def read_api_key(config: ClusterConfig) -> str | None:
     if not key:
         raise ConfigError(f"api_key_file: {config.api_key_file}: is empty")
     return key
+
+
+def _has_opentelemetry() -> bool:
+    try:
+        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.grpc") is not None
+    except ModuleNotFoundError:
+        return False

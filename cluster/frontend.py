@@ -11,6 +11,7 @@ import logging
 import random
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
+from typing import TYPE_CHECKING
 
 from kvorum.cluster.admission import LocalAdmission
 from kvorum.cluster.calls import Call, Protocol
@@ -31,6 +32,9 @@ from kvorum.cluster.sampling_fields import SamplingFields
 from kvorum.cluster.tenants import Tenant, TenantTable
 from kvorum.kvstore.errors import CapacityError, InvalidRequestError
 from kvorum.workers.request import RequestId
+
+if TYPE_CHECKING:
+    from kvorum.cluster.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +64,7 @@ class Frontend:
         self._api_key = read_api_key(config)
         self.tenants = self._tenant_table(config.tenants)
         self.metrics = RouterMetrics(self.tenants.names, self.statuses)
+        self._tracing = _open_tracing(config.otlp_endpoint) if config.otlp_endpoint else None
         self.is_draining = False
         self._engines = engines
         self._rng = rng or random.Random(config.seed)
@@ -90,10 +95,12 @@ class Frontend:
             self._tasks.append(asyncio.create_task(self._managed.run()))
 
     async def stop(self) -> None:
-        """Let go of the engines, which aborts what still runs."""
+        """Let go of the engines, which aborts what still runs, and send the traces that are left."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tracing:
+            await asyncio.to_thread(self._tracing.close)
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new requests and wait until those that run are done, or timeout_s is over."""
@@ -163,7 +170,8 @@ class Frontend:
 
     def call(self, protocol: Protocol, method: str, *, generates: bool, headers: Mapping[str, str]) -> Call:
         """Return what a client's call is noted in, from its arrival to its end."""
-        return Call(protocol, method, generates=generates, headers=headers, metrics=self.metrics)
+        on_end = self._tracing.export if self._tracing else None
+        return Call(protocol, method, generates=generates, headers=headers, metrics=self.metrics, on_end=on_end)
 
     @contextlib.asynccontextmanager
     async def answer(self, call: Call, request: GenerationRequest) -> AsyncIterator[AsyncIterator[Delta]]:
@@ -204,3 +212,9 @@ class Frontend:
     def abort(self, request_id: RequestId, *, tenant: str) -> bool:
         """End a tenant's running request; return whether it has one with that id."""
         return self._generator.abort(request_id, tenant=tenant)
+
+
+def _open_tracing(endpoint: str) -> Tracing:
+    from kvorum.cluster.tracing import open_tracing  # brings OpenTelemetry along, which only those who want it need
+
+    return open_tracing(endpoint)

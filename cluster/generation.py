@@ -38,7 +38,7 @@ class Ending:
     """How a sequence ended.
 
     engine_id, receipt: of the engine that ended it; resumes: how many were lost before. admission_s: how long it waited
-    for its leases, before it stood in any engine's queue.
+    for its leases, before it stood in any engine's queue. ended_s: when, in monotonic seconds.
     """
 
     reason: FinishReason
@@ -47,6 +47,7 @@ class Ending:
     completion_tokens: int
     resumes: int = 0
     admission_s: float = 0.0
+    ended_s: float = 0.0
 
     @property
     def queued_ms(self) -> float:
@@ -70,11 +71,15 @@ class Delta:
 
 @dataclass(slots=True)
 class Attempt:
-    """One try to have a request served. Times are monotonic seconds; leased_s is None where no lease was got."""
+    """One try to have a request served, in monotonic seconds; None for what it did not come to.
+
+    asked_s: for a lease. first_token_s: the engine's first one, which need not be the answer's.
+    """
 
     asked_s: float
     engine_id: str = ""
     leased_s: float | None = None
+    first_token_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -269,6 +274,9 @@ class _Run:
         return output
 
     def _take(self, output: RequestOutput) -> Delta | None:
+        attempt = self._trail.attempts[-1]
+        if attempt.first_token_s is None:
+            attempt.first_token_s = _now_s()
         sequence = self._attempts[output.request_id]
         delta = sequence.take(output, self)
         if sequence.needs_finish:
@@ -281,7 +289,7 @@ class _Run:
 
     def ending(self, reason: FinishReason, receipt: Receipt, *, completion_tokens: int) -> Ending:
         """Return how a sequence of this run ended."""
-        return Ending(reason, self._engine_id, receipt, completion_tokens, self._resumes, self._admission_s)
+        return Ending(reason, self._engine_id, receipt, completion_tokens, self._resumes, self._admission_s, _now_s())
 
     async def _resume(self, lost: EngineLostError) -> None:
         """Go on with another engine, as soon as one has room; raise what was lost when none has in time."""
