@@ -119,7 +119,8 @@ class Call:
 
     def _fail(self, code: str) -> None:
         self.error_code = code
-        self._metrics.failures.labels(code).inc()
+        if self._generates:
+            self._metrics.failures.labels(code).inc()
 
     async def watch(self, plan: GenerationRequest, deltas: AsyncIterator[Delta]) -> AsyncGenerator[Delta]:
         """Pass an answer on and note what it brings."""

@@ -12,11 +12,8 @@ from kvorum.cluster.calls import Call
 from kvorum.cluster.frontend import Frontend
 
 GENERATING: Final = frozenset(("/v1/chat/completions", "/v1/completions"))
-_OTHERS: Final = frozenset(
-    (*("/v1/models", "/tokenize", "/detokenize"), *("/operator/cluster", "/operator/cluster/watch", "/console/stream"))
-)
-# Calls of these paths and of all below them are counted as one.
-_FAMILIES: Final = ("/v1/models", "/console/learn")
+# Each with all that is below it.
+_OTHERS: Final = ("/v1/models", "/tokenize", "/detokenize", "/operator", "/console/stream", "/console/learn")
 
 
 class NoteCalls:
@@ -28,7 +25,7 @@ class NoteCalls:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application inside a Call."""
-        method = _method_of(scope["path"]) if scope["type"] == "http" else None
+        method = method_of(scope["path"]) if scope["type"] == "http" else None
         if method is None:
             await self._app(scope, receive, send)
             return
@@ -43,8 +40,8 @@ def call_of(http: Request) -> Call:
     return cast("Call", http.state.call)
 
 
-def _method_of(path: str) -> str | None:
-    """Return what calls of a path are counted as; paths that clients make up are none."""
-    if path in GENERATING or path in _OTHERS:
+def method_of(path: str) -> str | None:
+    """Return what calls of a path are counted as; None for what is no call, and for paths that clients make up."""
+    if path in GENERATING:
         return path
-    return next((family for family in _FAMILIES if path.startswith(f"{family}/")), None)
+    return next((known for known in _OTHERS if path == known or path.startswith(f"{known}/")), None)

@@ -8,8 +8,11 @@ from dataclasses import replace
 
 import grpc
 import httpx
+from fastapi.routing import APIRoute
 
 from kvorum.cluster.config import ClusterConfig
+from kvorum.cluster.http import create_app
+from kvorum.cluster.http_calls import method_of
 from kvorum.cluster.tenants import Tenant, hash_key
 from kvorum.protos.inference.v1 import inference_pb2 as pb
 from kvtest.counting import Books, Samples, booked, samples_of
@@ -199,7 +202,7 @@ def test_every_refusal_is_counted_under_its_code() -> None:
         await rpc("ListModels", pb.ListModelsRequest(), code="invalid_api_key", key="wrong")
         await rpc("Abort", pb.AbortRequest(), code="invalid_api_key", key="wrong")
         assert (await http.get("/operator/cluster", headers={"Authorization": "Bearer key"})).status_code == 403
-        books.sent("http", "/operator/cluster")
+        books.sent("http", "/operator")
         books.refused("permission_denied")
         assert (await http.get("/v1/models/gpt-4", headers={"Authorization": "Bearer key"})).status_code == 404
         books.sent("http", "/v1/models")
@@ -235,3 +238,12 @@ def test_an_answer_that_goes_on_elsewhere_is_counted_once() -> None:
 
 def _hosts(cluster: ManagedCluster) -> list[Unchecked]:
     return list(cluster.engines.values())
+
+
+def test_every_route_but_probes_and_scrapes_is_noted() -> None:
+    async def scenario(_: Client, stack: Stack) -> None:
+        paths = {route.path for route in create_app(stack.frontend).routes if isinstance(route, APIRoute)}
+        assert {path for path in paths if method_of(path) is None} == {"/health", "/version", "/metrics"}
+        assert method_of("/v1/modelsque") is None
+
+    run_stack(scenario)
