@@ -104,7 +104,8 @@ def test_an_http_client_that_hangs_up_frees_its_blocks(cluster: ClusterUnderTest
     cluster.wait_until_idle()
     body = {"prompt": "Hello world " * 50, "max_tokens": 800, "stream": True}
     with cluster.http.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # without a name it would be closed at once, and the response with it
+        next(lines)
         held = cluster.metrics()
         assert held["kvorum_kv_blocks_held"] > 0
     freed = cluster.wait_until_idle()
