@@ -36,7 +36,7 @@ def console_routes(frontend: Frontend, teach: Teach) -> APIRouter:
     routes = APIRouter(prefix="/console")
 
     def operator(http: Request) -> str:
-        tenant = frontend.authenticate(http.headers.get("authorization"))
+        tenant = call_of(http).tenant = frontend.authenticate(http.headers.get("authorization"))
         frontend.tenants.check_operator(tenant)
         return tenant
 
