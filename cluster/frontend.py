@@ -103,12 +103,14 @@ class Frontend:
             await asyncio.to_thread(self._tracing.close)
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new requests and wait until those that run are done, or timeout_s is over."""
+        """Take no new requests, wait until those that run are done or timeout_s is over, and send their traces."""
         self.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.num_running:
                     await asyncio.sleep(0.02)
+        if self._tracing:
+            await asyncio.to_thread(self._tracing.flush)
 
     @property
     def is_ready(self) -> bool:

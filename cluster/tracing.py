@@ -62,6 +62,10 @@ class Tracing:
             root.set_status(Status(StatusCode.ERROR, call.error_code))
         root.end(at_ns(whole.end_s))
 
+    def flush(self) -> None:
+        """Send what there is; returns when it is sent or cannot be."""
+        self._provider.force_flush(round(1e3 * _EXPORT_TIMEOUT_S))
+
     def close(self) -> None:
         """Send what is left; returns when it is sent or cannot be."""
         self._provider.shutdown()

@@ -236,6 +236,17 @@ def test_a_collector_that_is_not_there_disturbs_nothing() -> None:
     asyncio.run(main())
 
 
+def test_a_router_that_is_drained_has_sent_its_traces() -> None:
+    async def main(collector: Collector) -> None:
+        async with running_stack(ClusterConfig(otlp_endpoint=collector.url)) as stack, http_client(stack) as http:
+            await http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
+            await stack.frontend.drain(timeout_s=5.0)
+            assert "POST /v1/completions" in collector.spans
+
+    with Collector() as collector:
+        asyncio.run(main(collector))
+
+
 def test_without_an_endpoint_nothing_of_it_is_imported() -> None:
     code = (
         "import sys, json, kvorum.cluster.router; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,14 @@ def test_every_expression_parses(tmp_path: Path) -> None:
     panels.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": records}]}))
     checked = promtool("check", "rules", str(panels), str(RULES))
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@needs_promtool
+def test_each_alert_fires_when_it_should_and_none_else(tmp_path: Path) -> None:
+    for file in (RULES, Path(__file__).with_name("alerts.yaml")):
+        shutil.copy(file, tmp_path)
+    tested = promtool("test", "rules", str(tmp_path / "alerts.yaml"))
+    assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
 @needs_promtool

@@ -244,6 +244,19 @@ class TestRecovery:
         assert not manager.take_report("e0", 1, 3, report, LeaseChanges(), 0.0)
         assert not manager.take_report("unknown", 1, 1, report, LeaseChanges(), 0.0)
 
+    def test_the_oldest_lease_grows_old_until_it_is_given_back_however_often_it_is_renewed(self) -> None:
+        manager = manager_of()
+        assert manager.oldest_lease_s(5.0) == 0.0
+        ask(manager, "old", now_s=10.0)
+        ask(manager, "new", now_s=14.0)
+        manager.renew([LeaseRecord("old", "t", "e0", (10,)), LeaseRecord("new", "t", "e0", (10,))], 15.0)
+        changes = LeaseChanges((LeaseUse("old", "t", 10),), ())
+        manager.take_report("e0", 1, 1, EngineReport(40, 30, 0), changes, 16.0)
+        assert manager.oldest_lease_s(18.0) == 8.0
+        manager.take_report("e0", 1, 2, EngineReport(40, 40, 0), LeaseChanges((), ("old",)), 18.0)
+        manager.release("old", 18.0)
+        assert manager.oldest_lease_s(18.0) == 4.0
+
     def test_a_lease_that_nobody_renews_ends(self) -> None:
         manager = manager_of()
         ask(manager, "a", 40)

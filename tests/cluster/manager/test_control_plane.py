@@ -24,6 +24,7 @@ from kvorum.cluster.manager_link import ManagerLink
 from kvorum.cluster.tenants import DEFAULT_TENANT, Tenant, hash_key
 from kvorum.protos.cache.v1 import cache_pb2 as pb
 from kvorum.protos.cache.v1 import cache_pb2_grpc as pb_grpc
+from kvtest.counting import samples_of
 from kvtest.managed import ManagedCluster, managed_cluster
 from kvtest.servers import http_client
 from kvtest.waiting import eventually
@@ -182,3 +183,41 @@ def test_receipts_and_errors_name_nothing_of_other_tenants() -> None:
             assert "secretive" not in json.dumps(answer.json())
 
     run(scenario, config)
+
+
+def test_metrics_have_the_managers_numbers_and_say_when_it_is_lost() -> None:
+    config = tenants(acme=Tenant(floor=5, ceiling=0.5), other=Tenant())
+
+    async def scenario(cluster: ManagedCluster) -> None:
+        async with http_client(cluster) as client:
+
+            async def value(name: str, **labels: str) -> float | None:
+                samples = samples_of((await client.get("/metrics")).text)
+                return samples.get((f"kvorum_{name}", tuple(sorted(labels.items()))))
+
+            body = {"prompt": "abc", "max_tokens": 5}
+            await client.post("/v1/completions", json=body, headers={"Authorization": "Bearer acme"})
+            await cluster.wait_until_idle()
+            assert await value("manager_up") == 1
+            assert await value("tenant_kv_pages", tenant="acme", kind="floor") == 5
+            assert await value("tenant_kv_pages", tenant="acme", kind="ceiling") == 32
+            assert await value("tenant_kv_pages", tenant="other", kind="ceiling") is None
+            assert await value("lease_age_seconds") == 0
+            for rpc in ("Admit", "Renew", "Release"):
+                assert await value("manager_rpc_seconds_count", rpc=rpc)
+            await cluster.manager.kill()
+            assert await value("manager_up") == 0
+            assert await value("tenant_kv_pages", tenant="acme", kind="floor") is None
+
+    run(scenario, config)
+
+
+def test_a_manager_that_says_nothing_holds_no_scrape_up() -> None:
+    async def main() -> None:
+        async with managed_cluster() as cluster:
+            link = cluster.frontend._managed and cluster.frontend._managed.link
+            assert link
+            assert await link.look(timeout_s=5.0)
+            assert await link.look(timeout_s=0.0) is None
+
+    asyncio.run(main())
