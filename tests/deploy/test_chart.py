@@ -39,6 +39,11 @@ KUBERNETES = "1.34"
 KUBERAY = ROOT.parent / "shared" / "kuberay"
 # What an engine adds to drain_timeout_s when it stops, in cluster/app.py.
 ENGINE_STOP_S = 8.0
+# What Serve adds to the time that a router which stops still answers.
+SERVE_BUFFER_S = 5.0
+# Until all nodes of a Kubernetes cluster know that a pod is not ready.
+ENDPOINTS_S = 5.0
+LEAVE = "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"
 CUSTOM = {"RayService", "ServiceMonitor", "PrometheusRule"}
 
 each_example = pytest.mark.parametrize("values", EXAMPLES.values(), ids=EXAMPLES)
@@ -167,35 +172,38 @@ def test_each_setting_of_kvorum_can_be_set_and_no_other() -> None:
 def test_all_nodes_have_what_serve_reads_from_the_environment(values: Values) -> None:
     manifests = render(values)
     settings = check_config(serve_config(manifests)["applications"][0]["args"], {})
-    # One router on a node.
-    expected = serve_environment(settings.model_copy(update={"num_routers": 1}))
+    # One router on a node, which Serve lets answer until Kubernetes has taken it out.
+    expected = serve_environment(settings.model_copy(update={"num_routers": 1})) | {LEAVE: "15"}
     for name, pod in pods(manifests):
         assert expected.items() <= environment(pod).items(), name
 
 
-@each_example
-def test_pods_live_longer_than_their_requests_are_drained(values: Values) -> None:
-    manifests = render(values)
-    drain_s = check_config(serve_config(manifests)["applications"][0]["args"], {}).drain_timeout_s
-    for _, pod in pods(manifests):
-        node_drain_s = float(environment(pod)["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+@pytest.mark.parametrize("drain_s", [0, 0.5, 30, 600])
+def test_pods_live_longer_than_their_requests_are_drained(drain_s: float) -> None:
+    for _, pod in pods(manifests_with(config={"drain_timeout_s": drain_s})):
+        node_s = float(environment(pod)["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
         # Serve stops a replica that early before the node's end that it can finish.
-        assert drain_s + ENGINE_STOP_S < node_drain_s < pod["spec"]["terminationGracePeriodSeconds"]
+        assert max(drain_s + ENGINE_STOP_S, float(environment(pod)[LEAVE]) + SERVE_BUFFER_S) < node_s
+        assert node_s < pod["spec"]["terminationGracePeriodSeconds"]
 
 
-def test_a_fraction_of_a_second_rounds_the_drain_up() -> None:
-    manifests = manifests_with(config={"drain_timeout_s": 0.5})
-    assert {pod["spec"]["terminationGracePeriodSeconds"] for _, pod in pods(manifests)} == {46}
+def test_kubernetes_takes_a_router_out_before_it_stops_answering() -> None:
+    router = dict(pods(render({})))["routers"]
+    for container in router["spec"]["containers"]:
+        probe = container["readinessProbe"]
+        seen_s = probe["periodSeconds"] * probe["failureThreshold"] + probe["timeoutSeconds"]
+        assert seen_s + ENDPOINTS_S < float(environment(router)[LEAVE])
 
 
 def test_routers_are_probed_by_both_protocols_on_their_ports() -> None:
     manifests = manifests_with(config={"port": 8080, "grpc_port": 50051})
     router = dict(pods(manifests))["routers"]
-    ray, sidecar = router["spec"]["containers"]
+    ray, by_grpc, by_serve = router["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in ray["ports"]}
     assert (ports["serve"], ports["serve-grpc"]) == (8080, 50051)
     assert ray["readinessProbe"]["httpGet"] == {"path": "/health", "port": "serve"}
-    assert sidecar["readinessProbe"]["grpc"] == {"port": 50051}
+    assert by_grpc["readinessProbe"]["grpc"] == {"port": 50051}
+    assert by_serve["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": 8080}
     service = {port["name"]: (port["port"], port["targetPort"]) for port in only(manifests, "Service")["spec"]["ports"]}
     assert service == {"http": (8080, "serve"), "grpc": (50051, "serve-grpc")}
 

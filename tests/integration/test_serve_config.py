@@ -24,7 +24,6 @@ pytestmark = pytest.mark.ray
 
 OLD_KEY, NEW_KEY = "kv-old", "kv-new"
 OLD_TENANT = {"old": {"api_key_sha256": [hash_key(OLD_KEY)]}}
-STREAM_TOKENS = 300
 
 
 class Ports(NamedTuple):
@@ -59,10 +58,7 @@ class Release:
     def wait_until_ready(self) -> None:
         """Wait as Kubernetes does: until Serve says that the application runs, and its router that it has an engine."""
         self.nodes.wait_for_status("RUNNING")
-        deadline_s = time.monotonic() + 30
-        while (answer := httpx.get(f"{self.url}/health", timeout=5)).status_code != 200:
-            assert time.monotonic() < deadline_s, answer.text
-            time.sleep(0.1)
+        wait_for_status_code(f"{self.url}/health", 200)
 
     def complete(self, key: str) -> httpx.Response:
         return httpx.post(
@@ -71,6 +67,13 @@ class Release:
             headers={"Authorization": f"Bearer {key}"},
             timeout=30,
         )
+
+
+def wait_for_status_code(url: str, status_code: int) -> None:
+    deadline_s = time.monotonic() + 30
+    while (answer := httpx.get(url, timeout=5)).status_code != status_code:
+        assert time.monotonic() < deadline_s, answer.text
+        time.sleep(0.1)
 
 
 @contextlib.contextmanager
@@ -104,7 +107,8 @@ def test_it_answers_over_both_protocols(release: Release) -> None:
 def test_its_probes_succeed_without_a_token(release: Release) -> None:
     manifests = dict(pods(render({})))
     probes = {name: ray_container(pod)["readinessProbe"]["httpGet"]["path"] for name, pod in manifests.items()}
-    assert httpx.get(f"{release.url}{probes['routers']}", timeout=5).status_code == 200
+    for path in (probes["routers"], "/-/healthz"):
+        assert httpx.get(f"{release.url}{path}", timeout=5).status_code == 200
     assert release.nodes.kubelet.get(probes["cpu"]).status_code == 200
     assert httpx.get(release.nodes.operator.base_url.join(probes["head"]), timeout=5).status_code == 200
     with grpc.insecure_channel(f"127.0.0.1:{release.ports.grpc}") as channel:
@@ -137,8 +141,9 @@ def test_wrong_settings_are_shown_to_the_operator_while_the_old_ones_serve(relea
 class RunningStream:
     """A request whose answer is read in a thread."""
 
-    def __init__(self, url: str, key: str) -> None:
+    def __init__(self, url: str, key: str, *, tokens: int) -> None:
         self._url = url
+        self._tokens = tokens
         self._headers = {"Authorization": f"Bearer {key}"}
         self._lines: list[str] = []
         self._has_begun = threading.Event()
@@ -147,7 +152,7 @@ class RunningStream:
         assert self._has_begun.wait(30)
 
     def _read(self) -> None:
-        body = {"prompt": "Hello world", "max_tokens": STREAM_TOKENS, "stream": True}
+        body = {"prompt": "Hello world", "max_tokens": self._tokens, "stream": True}
         with httpx.stream(
             "POST", f"{self._url}/v1/completions", json=body, headers=self._headers, timeout=60
         ) as response:
@@ -171,13 +176,15 @@ def test_pods_that_are_deleted_end_no_stream() -> None:
         first_engine = release.nodes.join("127.0.0.9", resources={"kvorum_engine": 1})
         release.wait_until_ready()
 
-        longer_than_the_drain = RunningStream(release.url, OLD_KEY)
         release.nodes.join("127.0.0.10", resources={"kvorum_engine": 1})
+        outlives_its_engine = RunningStream(release.url, OLD_KEY, tokens=900)
         first_engine.process.terminate()
-        assert longer_than_the_drain.receipt()["resumes"] == 1, "it goes on in the other pod"
+        assert outlives_its_engine.receipt()["resumes"] == 1, "it goes on in the other pod"
         first_engine.process.wait(timeout=60)
 
-        stays = RunningStream(release.url, OLD_KEY)
+        stays = RunningStream(release.url, OLD_KEY, tokens=200)
         router.process.terminate()
+        wait_for_status_code(f"{release.url}/-/healthz", 503)
+        assert release.complete(OLD_KEY).status_code == 200, "it answers who does not know yet that it stops"
         assert stays.receipt()["resumes"] == 0
         router.process.wait(timeout=60)

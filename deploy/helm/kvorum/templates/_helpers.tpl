@@ -18,12 +18,15 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
+{{- /* How long a router that Serve stops still answers, while Kubernetes sees that it is not ready and takes it out. */}}
+{{- define "kvorum.leaveSeconds" -}}15{{- end }}
+
 {{- /*
-What Ray takes, after SIGTERM, to drain its node: Serve has time to start replicas elsewhere, then those here finish their
-requests (drain_timeout_s) and end (engines take up to 8 s for it).
+What Ray takes, after SIGTERM, to drain its node: Serve starts replicas elsewhere where it can, then those here finish
+their requests (drain_timeout_s, but routers leaveSeconds and 5 at least) and end (engines take up to 8 s for it).
 */}}
 {{- define "kvorum.drainSeconds" -}}
-{{ add (ceil .Values.config.drain_timeout_s) 15 }}
+{{ add (max (add (ceil .Values.config.drain_timeout_s) 8) (add (include "kvorum.leaveSeconds" .) 5)) 7 }}
 {{- end }}
 
 {{- define "kvorum.gracePeriodSeconds" -}}
@@ -118,7 +121,7 @@ applications:
             kvorum_engine: 1
 {{- end }}
 
-{{- /* What Ray and Serve read from the environment only: launcher.serve_environment, and how a node stops. */}}
+{{- /* What Ray and Serve read from the environment only: launcher.serve_environment, but for how routers and nodes stop. */}}
 {{- define "kvorum.env" -}}
 {{- $port := int .Values.config.port }}
 {{- $grpcPort := int .Values.config.grpc_port }}
@@ -132,7 +135,7 @@ applications:
   "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT" $grpcPort
   "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT" (add1 $grpcPort)
   "RAY_SERVE_PORT_QUARANTINE_S" "0"
-  "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S" "0"
+  "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S" (include "kvorum.leaveSeconds" .)
   "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" (include "kvorum.drainSeconds" .)
   "HF_HOME" "/models"
 }}

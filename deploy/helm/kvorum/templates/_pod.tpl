@@ -76,20 +76,21 @@ spec:
           readOnly: true
         {{- end }}
     {{- if eq .component "router" }}
-    # A container has one readiness probe, a router two protocols.
-    - name: grpc-health
+    # A container has one readiness probe, but a router two protocols, and Serve says by a third whether it stops it.
+    {{- range $name, $probe := dict "grpc-health" (dict "grpc" (dict "port" (int $values.config.grpc_port))) "serve-health" (dict "httpGet" (dict "path" "/-/healthz" "port" (int $values.config.port))) }}
+    - name: {{ $name }}
       image: {{ include "kvorum.image" $root }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       command: [sh, -c, "trap exit TERM; sleep infinity & wait"]
       securityContext:
         {{- include "kvorum.containerSecurity" $root | nindent 8 }}
       readinessProbe:
-        grpc:
-          port: {{ $values.config.grpc_port }}
-        periodSeconds: 5
+        {{- toYaml $probe | nindent 8 }}
+        {{- include "kvorum.routerProbe" $root | nindent 8 }}
       resources:
         requests: {cpu: 10m, memory: 16Mi}
         limits: {memory: 16Mi}
+    {{- end }}
     {{- end }}
   volumes:
     - name: shm
@@ -170,9 +171,14 @@ readinessProbe:
   httpGet:
     path: /health
     port: serve
-  periodSeconds: 5
-  timeoutSeconds: 2
+  {{- include "kvorum.routerProbe" . | nindent 2 }}
 {{ include "kvorum.rayletLiveness" . }}
+{{- end }}
+
+{{- define "kvorum.routerProbe" -}}
+periodSeconds: 3
+timeoutSeconds: 2
+failureThreshold: 2
 {{- end }}
 
 {{- define "kvorum.engine" -}}
