@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,32 @@ SET_BY_CHART = frozenset(("host", "router_resource", "control_tls", "api_key", "
 # Without which the chart cannot be laid out.
 _REQUIRED = ("port", "grpc_port", "num_routers", "tensor_parallel_size", "drain_timeout_s")
 _LINE = re.compile(r"^(?P<indent> *(?:- )?)(?:# (?P<comment>.*)|(?P<key>[A-Za-z_]+):.*|)$")
+
+
+_README = """\
+<!-- Written by deploy/helm/chart.py; change values.yaml instead. -->
+# {name}
+
+{description}.
+
+[docs/kubernetes.md](../../../docs/kubernetes.md) tells how to install it, and why it is as it is. Values that are not
+listed here are refused.
+
+## Values
+
+| value | default | |
+|---|---|---|
+{rows}
+
+## Settings of kvorum
+
+The keys of `kvorum serve --config FILE`. The chart itself sets {set_by_chart}; a key stands in a Secret, never in
+`api_key`.
+
+| value | default | |
+|---|---|---|
+{settings}
+"""
 
 
 def values_schema() -> dict[str, Any]:
@@ -64,11 +90,11 @@ def _strict(node: Any) -> Any:  # noqa: ANN401  # JSON
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A described value. default: as it stands in the file, or in words; None for one that only holds others."""
+    """A described value. default: as it stands in the file, or in words."""
 
     path: str
     description: str
-    default: str | None
+    default: str
 
 
 def described_values() -> Iterator[Entry]:
@@ -104,26 +130,20 @@ def _entry(keys: list[str], comments: list[str], values: Any) -> Entry:  # noqa:
     first = next(index for index, comment in enumerate(comments) if comment.startswith("-- "))
     words = [comment for comment in comments[first:] if not comment.startswith("@default")]
     default = next((each.removeprefix("@default -- ") for each in comments if each.startswith("@default")), None)
-    holds_others = isinstance(values, dict | list) and bool(values) and default is None and keys[-1] not in _WHOLE
-    shown = default or (None if holds_others else f"`{json.dumps(values)}`")
-    return Entry(".".join(path), " ".join(words).removeprefix("-- "), shown)
-
-
-# Mappings and lists that are one value.
-_WHOLE = frozenset(("resources", "labels", "monitoring", "operator"))
+    return Entry(".".join(path), " ".join(words).removeprefix("-- "), default or f"`{json.dumps(values)}`")
 
 
 def readme() -> str:
     """Return the chart's README."""
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
+    described = list(described_values())
     rows = [
-        f"| `{each.path}` | {each.default or ''} | {each.description} |"
-        for each in described_values()
-        if not each.path.startswith("config.")  # the settings have a table of their own
+        f"| `{each.path}` | {'' if _holds_others(each.path, described) else each.default} | {each.description} |"
+        for each in described
     ]
     settings = [
-        f"| `config.{name}` | {_setting_default(name, values['config'])} | {_cell(field.description or '')} |"
+        f"| `config.{name}` | {_setting_default(name, values['config'])} | {field.description} |"
         for name, field in ClusterConfig.model_fields.items()
         if name not in SET_BY_CHART
     ]
@@ -136,44 +156,14 @@ def readme() -> str:
     )
 
 
-_README = """\
-<!-- Written by deploy/helm/chart.py; change values.yaml instead. -->
-# {name}
-
-{description}.
-
-[docs/kubernetes.md](../../../docs/kubernetes.md) tells how to install it, and why it is as it is. Values that are not
-listed here are refused.
-
-## Values
-
-| value | default | |
-|---|---|---|
-{rows}
-
-## Settings of kvorum
-
-The keys of `kvorum serve --config FILE`. The chart itself sets {set_by_chart}; a key stands in a Secret, never in
-`api_key`.
-
-| value | default | |
-|---|---|---|
-{settings}
-"""
+def _holds_others(path: str, described: Sequence[Entry]) -> bool:
+    # The settings have a table of their own.
+    return path == "config" or any(each.path.startswith((f"{path}.", f"{path}[]")) for each in described)
 
 
 def _setting_default(name: str, values: Mapping[str, Any]) -> str:
     field = ClusterConfig.model_fields[name]
     return f"`{json.dumps(values.get(name, field.get_default(call_default_factory=True)))}`"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def stale_files() -> list[Path]:
-    """Return the generated files that are not what they would be if written now."""
-    return [path for path, text in _generated().items() if not path.exists() or path.read_text() != text]
 
 
 def _generated() -> dict[Path, str]:
@@ -184,7 +174,11 @@ def _generated() -> dict[Path, str]:
 
 
 def _check() -> int:
-    problems = [f"{path}: is stale; run deploy/helm/chart.py generate" for path in stale_files()]
+    problems = [
+        f"{path}: is not what `chart.py generate` writes"
+        for path, text in _generated().items()
+        if not path.exists() or path.read_text() != text
+    ]
     report = helm.lint(CHART, {}, strict=True)
     problems += [f"{message['path']}: {message['error']}" for message in report["messages"] if message["severity"] > 1]
     print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)

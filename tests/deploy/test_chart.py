@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -69,6 +70,24 @@ def test_generated_files_are_fresh_and_helm_finds_nothing() -> None:
     command = [sys.executable, "-P", str(CHART.parent / "chart.py"), "check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_each_value_that_may_be_set_is_described() -> None:
+    schema = yaml.safe_load((CHART.parent / "schema.yaml").read_text())
+    described = set(re.findall(r"^\| `([^`]+)` \|", (CHART / "README.md").read_text(), re.MULTILINE))
+
+    def undescribed(node: dict[str, Any], path: str) -> Iterator[str]:
+        node = schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+        below = {f"{path}.{name}".strip("."): each for name, each in node.get("properties", {}).items()}
+        if not below and "properties" in node.get("items", {}):
+            below = {f"{path}[].{name}": each for name, each in node["items"]["properties"].items()}
+        if any(each.startswith((f"{path}.", f"{path}[]")) or not path for each in described):
+            for name, each in below.items():
+                yield from undescribed(each, name)
+        elif path not in described:
+            yield path
+
+    assert list(undescribed(schema, "")) == ["global"]
 
 
 @each_example

@@ -62,7 +62,7 @@ class RayPods:
             assert time.monotonic() < deadline_s, f"nobody logged {text!r}"
             time.sleep(0.1)
 
-    def wait_for_status(self, status: str, *, timeout_s: float = 90.0) -> dict[str, Any]:
+    def wait_for_status(self, status: str, *, timeout_s: float = 180.0) -> dict[str, Any]:
         deadline_s = time.monotonic() + timeout_s
         while (found := self.application())["status"] != status:
             assert time.monotonic() < deadline_s, found

@@ -77,20 +77,10 @@ spec:
         {{- end }}
     {{- if eq .component "router" }}
     # A container has one readiness probe, but a router two protocols, and Serve says by a third whether it stops it.
-    {{- range $name, $probe := dict "grpc-health" (dict "grpc" (dict "port" (int $values.config.grpc_port))) "serve-health" (dict "httpGet" (dict "path" "/-/healthz" "port" (int $values.config.port))) }}
-    - name: {{ $name }}
-      image: {{ include "kvorum.image" $root }}
-      imagePullPolicy: {{ $values.image.pullPolicy }}
-      command: [sh, -c, "trap exit TERM; sleep infinity & wait"]
-      securityContext:
-        {{- include "kvorum.containerSecurity" $root | nindent 8 }}
-      readinessProbe:
-        {{- toYaml $probe | nindent 8 }}
-        {{- include "kvorum.routerProbe" $root | nindent 8 }}
-      resources:
-        requests: {cpu: 10m, memory: 16Mi}
-        limits: {memory: 16Mi}
-    {{- end }}
+    {{- $byGrpc := dict "grpc" (dict "port" (int $values.config.grpc_port)) }}
+    {{- include "kvorum.probeContainer" (dict "root" $root "name" "grpc-health" "probe" $byGrpc) | nindent 4 }}
+    {{- $byServe := dict "httpGet" (dict "path" "/-/healthz" "port" (int $values.config.port)) }}
+    {{- include "kvorum.probeContainer" (dict "root" $root "name" "serve-health" "probe" $byServe) | nindent 4 }}
     {{- end }}
   volumes:
     - name: shm
@@ -122,6 +112,22 @@ spec:
           - key: {{ $values.apiKey.key }}
             path: key
     {{- end }}
+{{- end }}
+
+{{- /* A container that only carries a probe, from a dict: root, name, probe. */}}
+{{- define "kvorum.probeContainer" -}}
+- name: {{ .name }}
+  image: {{ include "kvorum.image" .root }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  command: [sh, -c, "trap exit TERM; sleep infinity & wait"]
+  securityContext:
+    {{- include "kvorum.containerSecurity" .root | nindent 4 }}
+  readinessProbe:
+    {{- toYaml .probe | nindent 4 }}
+    {{- include "kvorum.routerProbe" .root | nindent 4 }}
+  resources:
+    requests: {cpu: 10m, memory: 16Mi}
+    limits: {memory: 16Mi}
 {{- end }}
 
 {{- define "kvorum.resources" -}}
