@@ -18,6 +18,7 @@ from kvorum.cluster.config import (
     read_api_key,
 )
 from kvorum.cluster.config_flags import add_config_arguments, flags_of, load_config
+from kvorum.cluster.launcher import running_cluster
 from kvorum.kvstore.errors import InvalidRequestError
 
 
@@ -137,6 +138,13 @@ def test_a_key_file_that_holds_no_key_is_refused(tmp_path: Path, content: bytes 
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=f"api_key_file: {path}: {expected}"):
         read_api_key(ClusterConfig(api_key_file=path))
+
+
+def test_a_cluster_whose_key_file_is_missing_is_not_started(tmp_path: Path) -> None:
+    config = ClusterConfig(executor="fake", api_key_file=tmp_path / "key")
+    starting = running_cluster(config, address=None, on_phase=lambda _: None, on_progress=lambda _, __: None)
+    with pytest.raises(ConfigError, match="api_key_file"):
+        starting.__enter__()
 
 
 @given(st.integers(2, 2**40))

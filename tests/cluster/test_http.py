@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -353,7 +354,11 @@ def test_operators_see_health_version_and_metrics() -> None:
     run(scenario)
 
 
-def test_a_key_is_needed_on_every_inference_route_when_one_is_set() -> None:
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_key_is_needed_on_every_inference_route_when_one_is_set(tmp_path: Path, in_file: bool) -> None:
+    (tmp_path / "key").write_text("s3cret\n")
+    config = ClusterConfig(api_key_file=tmp_path / "key") if in_file else ClusterConfig(api_key="s3cret")
+
     async def scenario(client: httpx.AsyncClient, _: Stack) -> None:
         inference = [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models")]
         inference += [("GET", "/v1/models/tiny"), ("POST", "/tokenize"), ("POST", "/detokenize")]
@@ -368,7 +373,7 @@ def test_a_key_is_needed_on_every_inference_route_when_one_is_set() -> None:
         for path in ("/health", "/version", "/metrics"):
             assert (await client.get(path)).status_code == 200
 
-    run(scenario, ClusterConfig(api_key="s3cret"))
+    run(scenario, config)
 
 
 def test_unknown_routes_and_methods_have_errors_of_the_same_shape() -> None:
