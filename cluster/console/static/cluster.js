@@ -73,7 +73,7 @@ function tile(name) {
 class EngineCard {
   constructor(engine) {
     this.badge = h("span", { class: "badge" });
-    this.counts = h("span", { class: "dim num" });
+    this.counts = h("span", { class: "dim num", "data-testid": "pool" });
     this.map = withTip(h("canvas", { class: "map", role: "img", "aria-label": "Blocks of the pool" }), (event) => this.describe(event));
     this.map.addEventListener("click", (event) => {
       const run = this.runAt(event);

@@ -1,0 +1,215 @@
+"""The console in a real browser, on the real model: what the pages show is what the engine has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import cache
+from typing import Any
+
+import httpx
+import pytest
+from playwright.async_api import Page, async_playwright
+
+from kvorum.cluster.config import ClusterConfig
+from kvorum.cluster.console.lesson import Lesson
+from kvorum.cluster.console.routes import console_routes
+from kvorum.cluster.engine_directory import EngineDirectory
+from kvorum.cluster.frontend import Frontend
+from kvorum.cluster.http import create_app
+from kvorum.cluster.model import load_model
+from kvorum.workers.engine_server import EngineServer
+from kvtest.embedded import embedded_cpu_backend
+from kvtest.engines import rig
+from kvtest.servers import http_server
+from kvtest.waiting import eventually
+
+pytestmark = pytest.mark.model
+
+CHROMIUM = shutil.which("chromium")
+# Without its own traffic, which goes nowhere here.
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+CONFIG = ClusterConfig(cache_manager=False)
+PROMPT = "The miller had three sons, and when he died the eldest got the mill. " * 4
+# Keeps what the stream sends, to compare what is drawn with.
+KEEP_EVENTS = """
+const parse = JSON.parse;
+window.seen = [];
+JSON.parse = (text) => { const value = parse(text); if (value?.cluster) window.seen = [value]; return value; };
+"""
+
+
+@cache
+def the_lesson() -> Lesson:
+    return Lesson()
+
+
+class Problems(list[str]):
+    """What the browser complained of."""
+
+
+@contextlib.asynccontextmanager
+async def open_console() -> AsyncIterator[tuple[Page, httpx.AsyncClient, Problems]]:
+    """Start an engine with the real model, a router in front of it, and a browser on the console."""
+    if CHROMIUM is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("needs Debian's package chromium")
+
+    async def teach(name: str, arguments: Mapping[str, int]) -> dict[str, Any]:
+        found: dict[str, Any] = await asyncio.to_thread(getattr(the_lesson(), name), **arguments)
+        return found
+
+    async with contextlib.AsyncExitStack() as stack:
+        it = await stack.enter_async_context(rig(embedded_cpu_backend(), num_blocks=160, note_kept=False))
+        server = EngineServer(it.engine)
+        address = f"127.0.0.1:{await server.start('127.0.0.1')}"
+        stack.push_async_callback(server.stop)
+
+        async def discover() -> dict[str, str]:
+            return {it.engine.info.engine_id: address}
+
+        frontend = Frontend(CONFIG, load_model(CONFIG), EngineDirectory(discover, period_s=0.05))
+        frontend.start()
+        stack.push_async_callback(frontend.stop)
+        await eventually(lambda: frontend.is_ready)
+        app = create_app(frontend)
+        app.include_router(console_routes(frontend, teach))
+        url = await stack.enter_async_context(http_server(app))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=120))
+        playwright = await stack.enter_async_context(async_playwright())
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        stack.push_async_callback(browser.close)
+        page = await browser.new_page(viewport={"width": 1400, "height": 900})
+        problems = Problems()
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        await page.add_init_script(KEEP_EVENTS)
+        await page.goto(f"{url}/console")
+        yield page, client, problems
+
+
+def in_the_browser(test: Callable[[Page, httpx.AsyncClient], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with open_console() as (page, client, problems):
+            await test(page, client)
+            assert problems == []
+
+    asyncio.run(main())
+
+
+async def ask(client: httpx.AsyncClient, **fields: object) -> dict[str, Any]:
+    body = {"prompt": PROMPT, "max_tokens": 160, "ignore_eos": True, "temperature": 0} | fields
+    answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_under_load_pages_move_and_evicted_tokens_are_struck_out_as_the_pool_has_it() -> None:
+    async def test(page: Page, client: httpx.AsyncClient) -> None:
+        h2o = {"policy": "h2o", "kv_budget": 32}
+        asked = [asyncio.create_task(ask(client, kvorum=h2o)), asyncio.create_task(ask(client, prompt="Once"))]
+        await page.wait_for_function(POOL_HAS_MOVED)
+        await page.keyboard.press("3")
+        await page.get_by_role("option").filter(has_text="h2o").click()
+        await page.wait_for_selector(".tok.gone")
+        await asyncio.gather(*asked)
+        await page.wait_for_function("() => window.seen[0].sequence === null")
+        await page.get_by_text("This sequence is over").wait_for()
+        struck = len(await page.evaluate(f"() => {STRUCK}"))
+        # The last one that is evicted keeps its slot until the next token takes it.
+        evicted = struck + await page.locator(".tok.victim[data-position]").count()
+        await page.get_by_text(f"{evicted} evicted per head").wait_for()
+        # What was seen last may lie some tokens before the end; each evicts one.
+        assert 0 < struck < evicted <= asked[0].result()["kvorum"]["kv_tokens_evicted"]
+
+    in_the_browser(test)
+
+
+def test_what_is_struck_out_is_what_no_slot_holds() -> None:
+    async def test(page: Page, client: httpx.AsyncClient) -> None:
+        asking = asyncio.create_task(ask(client, kvorum={"policy": "h2o_avg", "kv_budget": 48}, max_tokens=300))
+        await page.keyboard.press("3")
+        await page.get_by_role("option").filter(has_text="h2o_avg").click()
+        await page.keyboard.press("]")
+        await page.keyboard.press(".")
+        await page.wait_for_selector(".tok.gone")
+        for _ in range(3):
+            drawn, expected = await page.evaluate(COMPARE)
+            assert drawn == expected
+            assert drawn
+            await page.wait_for_timeout(500)
+        assert await page.locator("button.kv[aria-pressed=true]").text_content() == "KV 1"
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+    in_the_browser(test)
+
+
+POOL_HAS_MOVED = """() => {
+  const pool = document.querySelector("[data-testid=pool]");
+  if (pool) (window.pools ??= new Set()).add(pool.textContent);
+  return window.pools?.size > 3;
+}"""
+# Positions of the tokens that are struck out.
+STRUCK = "[...document.querySelectorAll('.tok.gone[data-position]')].map((each) => Number(each.dataset.position))"
+# Waits until the frame after an event is drawn; returns what is struck out, and what it must be.
+COMPARE = """() => new Promise((resolve) => {
+  const last = window.seen[0];
+  const check = () => {
+    if (window.seen[0] === last || !window.seen[0].sequence?.slots) return setTimeout(check, 5);
+    const now = window.seen[0].sequence;
+    requestAnimationFrame(() => requestAnimationFrame(() => {
+      const struck = STRUCK;
+      const held = new Set(now.slots.positions);
+      const written = Array.from({ length: now.num_written }, (_, position) => position);
+      resolve([struck, written.filter((position) => !held.has(position))]);
+    }));
+  };
+  check();
+})""".replace("STRUCK", STRUCK)
+
+
+def test_what_the_lessons_count_is_what_the_model_does() -> None:
+    async def test(page: Page, client: httpx.AsyncClient) -> None:
+        await page.keyboard.press("4")
+        await page.get_by_text("32 of 77 tokens are kept").wait_for(timeout=60_000)
+        lesson = the_lesson()
+        costs = lesson.caching()["costs"]
+        for step, cost in enumerate(costs[:4]):
+            computed = [
+                await page.get_by_test_id(name).locator(".cell.now").count() for name in ("with-cache", "without-cache")
+            ]
+            assert computed == [cost["projections_with_cache"], cost["projections_without"]], f"token {step + 1}"
+            await page.get_by_role("button", name="next token").click()
+        expected = lesson.evictions(budget=32, layer=0, kv_head=0)
+        struck = page.get_by_test_id("tale").locator(".gone")
+        assert await struck.count() == len(expected["texts"]) - 1 - len(expected["kept"])
+        pages = lesson.pages()["steps"][0]
+        drawn = await page.get_by_test_id("pages").locator("div").all_text_contents()
+        assert drawn == [
+            "".join(names) or ("▒" if block in pages["cached"] else "") for block, names in enumerate(pages["holders"])
+        ]
+
+    in_the_browser(test)
+
+
+def test_themes_and_keys_work_without_a_mouse() -> None:
+    async def test(page: Page, client: httpx.AsyncClient) -> None:
+        theme = "document.documentElement.dataset.theme"
+        first = await page.evaluate(theme)
+        await page.keyboard.press("t")
+        assert await page.evaluate(theme) != first
+        await page.keyboard.press("2")
+        await page.get_by_text("runs without the cache manager").wait_for()
+        await page.keyboard.press("3")
+        await page.keyboard.press("/")
+        await page.keyboard.type("nothing like it")
+        assert await page.get_by_role("option").count() == 0
+        await page.keyboard.press("Escape")
+        await page.keyboard.press("?")
+        assert await page.locator("#help-dialog").is_visible()
+
+    in_the_browser(test)
