@@ -31,7 +31,7 @@ export class ClusterView {
     this.tiles["Price λ of a block"].show(cluster.price ? cluster.price.toPrecision(3) : "0", history.map((each) => each.price), "", css("--warn"));
     this.tiles["Tokens a second"].show(history.at(-1).rate.toFixed(0), history.map((each) => each.rate), "", css("--good"));
     this.tiles.Sequences.show(`${count(sum("num_running"))} run`, history.map((each) => each.running), `${count(sum("num_waiting"))} wait`);
-    this.tiles["Ledger drift"].show(count(cluster.drift_blocks), null, cluster.drift_blocks ? "blocks" : "the books agree");
+    this.tiles["Ledger drift"].show(count(cluster.drift_blocks), null, cluster.drift_blocks ? "blocks" : "exact");
     const sequences = sequencesOf(state);
     syncChildren(this.engines, cluster.engines, (engine) => engine.engine_id, (engine) => new EngineCard(engine).element, (element, engine) => element.card.update(engine, sequences.filter((each) => each.engine === engine)));
     this.showLegend(sequences);
