@@ -27,6 +27,8 @@ from kvorum.kvstore.errors import KvorumError
 from kvorum.workers.request import RequestId
 
 CANCELLED = "cancelled"
+# Of what clients call their requests, logs and traces hold no more.
+MAX_ID_CHARS = 256
 
 Protocol = Literal["http", "grpc"]
 
@@ -64,7 +66,7 @@ class Call:
         self._generates = generates
         self._metrics = metrics
         self._on_end = on_end
-        self._log = LogContext(headers.get("x-request-id", "") or self.request_id)
+        self._log = LogContext(headers.get("x-request-id", "")[:MAX_ID_CHARS] or self.request_id)
         self._last_token_s: dict[int, float] = {}
 
     @property

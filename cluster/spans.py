@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
-from kvorum.cluster.calls import Call
+from kvorum.cluster.calls import MAX_ID_CHARS, Call
 from kvorum.cluster.generation import Attempt, Ending
 from kvorum.workers.request import EventKind
 
@@ -60,7 +60,7 @@ def request_span(call: Call) -> Span:
     if call.error_code:
         attributes["error.type"] = call.error_code
     if client_id := call.headers.get("x-request-id"):
-        attributes["http.request.header.x-request-id"] = client_id
+        attributes["http.request.header.x-request-id"] = client_id[:MAX_ID_CHARS]
     name = f"POST {call.method}" if call.protocol == "http" else f"{GRPC_SERVICE}/{call.method}"
     losses = tuple(
         Event("engine_lost", after.asked_s, {"kvorum.engine": before.engine_id})

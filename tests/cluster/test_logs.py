@@ -72,6 +72,7 @@ def test_lines_about_requests_name_them_and_hold_nothing_of_prompts(lines: io.St
         async with running_stack() as stack, http_client(stack) as http, grpc_stub(stack) as stub:
             body = {"prompt": "a secret prompt", "max_tokens": 3}
             await http.post("/v1/completions", json=body | {"colour": 1}, headers={"X-Request-Id": "mine"})
+            await http.post("/v1/completions", json=body | {"smell": 1}, headers={"X-Request-Id": "m" * 9000})
             stack.frontend.plan = None  # type: ignore[assignment]  # whatever nobody foresaw
             message = pb.GenerateRequest(text="a secret prompt", request_id="yours")
             assert await stub.Generate(message).code() is not None
@@ -82,6 +83,7 @@ def test_lines_about_requests_name_them_and_hold_nothing_of_prompts(lines: io.St
     found = {entry["message"]: entry for entry in entries if entry.get("request_id")}
     assert found["ignored unknown fields colour"]["request_id"] == "mine"
     assert found["ignored unknown fields colour"]["tenant"] == "default"
+    assert len(found["ignored unknown fields smell"]["request_id"]) == 256
     assert found["call failed"]["request_id"] == "yours"
     assert len(found["request failed"]["request_id"]) == 32
     assert "secret" not in lines.getvalue()
