@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 from kvorum.cluster.generation import Delta, Ending
 from kvorum.cluster.openai import ChatMessage, MaxTokens
 from kvorum.cluster.sampling_fields import MAX_LOGPROBS, RequestFields, SamplingFields, invalid_request
+from kvorum.cluster.structured import StructuredOutputs
 from kvorum.kvstore.errors import InvalidRequestError
 from kvorum.protos.inference.v1 import inference_pb2 as pb
 from kvorum.workers.request import FinishReason, RequestId, TokenLogprobs
@@ -40,6 +41,7 @@ class GenerateFields(SamplingFields):
     max_tokens: MaxTokens | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat: ConversationFields | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 def generate_fields(message: pb.GenerateRequest) -> GenerateFields:
@@ -56,6 +58,7 @@ def generate_fields(message: pb.GenerateRequest) -> GenerateFields:
         "stop_token_ids": list(message.sampling.stop_token_ids),
         "kvorum": _kvorum_values(message.kvorum),
         "chat": conversation_values(message.chat) if message.HasField("chat") else None,
+        "structured_outputs": _structured_values(message.structured_outputs),
     }
     return _validated(GenerateFields, values)
 
@@ -83,6 +86,17 @@ def delta_message(request_id: RequestId, delta: Delta, *, prompt_tokens: int) ->
 
 def _present(message: Message, names: Sequence[str]) -> dict[str, object]:
     return {name: getattr(message, name) for name in names if message.HasField(name)}
+
+
+def _structured_values(message: pb.StructuredOutputs) -> dict[str, object] | None:
+    match message.WhichOneof("kind"):
+        case "json":
+            return {"json": message.json}
+        case "regex":
+            return {"regex": message.regex}
+        case "choice":
+            return {"choice": list(message.choice.texts)}
+    return None
 
 
 def _kvorum_values(message: pb.KVParams) -> dict[str, object]:

@@ -49,6 +49,7 @@ from kvorum.cluster.openai import (
 from kvorum.cluster.planning import GenerationRequest, Prompting, check_model
 from kvorum.cluster.sampling_fields import RequestFields, invalid_request
 from kvorum.cluster.sse import event_stream, event_text
+from kvorum.cluster.structured import grammar_of
 from kvorum.kvstore.errors import InvalidRequestError, KvorumError
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ def _add_inference_routes(app: FastAPI, frontend: Frontend) -> None:
             max_tokens=request.max_completion_tokens if uses_new_name else request.max_tokens,
             max_tokens_param="max_completion_tokens" if uses_new_name else "max_tokens",
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            grammar=grammar_of(request.response_format, request.structured_outputs),
         )
         plan = frontend.plan(request, prompting, tenant=tenant)
         writer = _AnswerWriter(frontend, ChatFormat(frontend.model), plan, call_of(http))
@@ -104,6 +106,7 @@ def _add_inference_routes(app: FastAPI, frontend: Frontend) -> None:
             max_tokens=request.max_tokens,
             default_max_tokens=_DEFAULT_COMPLETION_TOKENS,
             logprobs=request.logprobs,
+            grammar=grammar_of(request.response_format, request.structured_outputs),
         )
         plan = frontend.plan(request, prompting, tenant=tenant)
         echo = [_echo(sequence.prompt_token_ids, request, frontend) for sequence in plan.sequences]

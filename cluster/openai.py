@@ -1,7 +1,7 @@
 """Requests and responses of the OpenAI-compatible HTTP API, as clients write and read them.
 
-Requests inherit the shared sampling fields; what OpenAI has and kvorum has not (tools, other response formats) is
-refused by name. Fields that nobody knows are let through and reported by `unknown_fields`.
+Requests inherit the shared sampling fields; what OpenAI has and kvorum has not (tools) is refused by name. Fields that
+nobody knows are let through and reported by `unknown_fields`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kvorum.cluster.sampling_fields import MAX_LOGPROBS, Count, RequestFields, SamplingFields, TokenId
+from kvorum.cluster.structured import ResponseFormat, StructuredOutputs
 
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
 
@@ -27,14 +28,6 @@ class StreamOptions(RequestFields):
     """Options that only matter while streaming."""
 
     include_usage: bool | None = None
-
-
-class ResponseFormat(RequestFields):
-    """What the answer must look like; only free text is built."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    type: Literal["text"]
 
 
 class ContentPart(RequestFields):
@@ -63,6 +56,8 @@ class _TextRequest(SamplingFields):
     stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # What is not built must not be ignored: the answer would be another.
     best_of: NotBuilt = None
 
@@ -86,7 +81,6 @@ class ChatRequest(_TextRequest):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
     tools: NotBuilt = None
     tool_choice: Literal["none"] | None = None
     functions: NotBuilt = None

@@ -48,7 +48,7 @@ class Prompting:
     """What a request asks for beside its sampling fields.
 
     max_tokens: None for default_max_tokens, and if that is None for as many as there is room for. logprobs:
-    alternatives beside each token; None reports no log-probabilities.
+    alternatives beside each token; None reports no log-probabilities. grammar: that the answer must follow, if any.
     """
 
     request_id: RequestId
@@ -58,6 +58,7 @@ class Prompting:
     max_tokens_param: str = "max_tokens"
     default_max_tokens: int | None = None
     logprobs: int | None = None
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,11 @@ def _sampling_params(
         raise InvalidRequestError(
             f"min_tokens: {min_tokens} is more than the {max_tokens} tokens the answer may have", param="min_tokens"
         )
+    if prompting.grammar:
+        # A grammar says where the answer ends; what would keep it from ending there leaves nothing to draw.
+        for name, is_given in (("min_tokens", min_tokens), ("ignore_eos", fields.ignore_eos)):
+            if is_given:
+                raise InvalidRequestError(f"{name}: cannot be combined with a structured answer", param=name)
     logit_bias = dict(fields.logit_bias or {})
     model.check_token_ids(tuple(logit_bias), param="logit_bias")
     stop_token_ids = tuple(fields.stop_token_ids or ())
@@ -154,6 +160,7 @@ def _sampling_params(
         stop_token_ids=stop_token_ids,
         eos_token_ids=model.eos_token_ids,
         ignore_eos=bool(fields.ignore_eos),
+        grammar=prompting.grammar,
     )
 
 

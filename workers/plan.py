@@ -16,7 +16,7 @@ from kvorum.workers.request import SamplingParams, TokenLogprobs
 class SampleRequest:
     """Draw the next token of a sequence. index: how many tokens of the answer came before.
 
-    prompt, answer: the tokens so far, filled in only when a penalty needs them.
+    prompt, answer: the tokens so far, filled in only when a penalty needs them, the answer also for a grammar.
     """
 
     params: SamplingParams

@@ -32,7 +32,8 @@ class SamplingParams:
     temperature: 0 is greedy. top_k: 0 is off. seed: together with a token's index in the answer it determines the
     random draw, so an answer can be continued on another engine. logprobs: how many alternatives to report beside each
     chosen token (0 reports the chosen one only); None reports nothing. eos_token_ids end the answer unless ignore_eos;
-    stop_token_ids always do. Neither may be drawn before min_tokens.
+    stop_token_ids always do. Neither may be drawn before min_tokens. grammar: of llguidance, which the answer follows
+    to its end; empty for free text.
     """
 
     max_tokens: int
@@ -50,6 +51,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: str = ""
 
     @property
     def needs_history(self) -> bool:

@@ -6,6 +6,7 @@ draw. The draw takes its randomness from (seed, index in the answer) alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -109,8 +110,9 @@ def draw(probabilities: torch.Tensor, *, seed: int, index: int) -> int:
 
 
 def top_logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
-    """Return the chosen token's log-probability and the `count` most likely tokens'."""
+    """Return the chosen token's log-probability and the `count` most likely tokens', of those that are possible."""
     logprobs = logits.log_softmax(dim=-1)
     values, token_ids = logprobs.topk(min(count, logprobs.shape[0]))
-    top = tuple(zip(token_ids.tolist(), values.tolist(), strict=True))
+    found = zip(token_ids.tolist(), values.tolist(), strict=True)
+    top = tuple((token_id, value) for token_id, value in found if value > -math.inf)
     return TokenLogprobs(logprob=float(logprobs[token_id]), top=top)

@@ -72,11 +72,9 @@ def chunk_row(sequence: Sequence, kv: SequenceKV, *, start: int, num_slots: int)
 
 def _sample_request(sequence: Sequence) -> SampleRequest:
     params = sequence.request.sampling
-    if not params.needs_history:
-        return SampleRequest(params, sequence.num_answer)
     return SampleRequest(
         params,
         sequence.num_answer,
-        prompt=sequence.request.prompt_token_ids,
-        answer=tuple(sequence.tokens[sequence.num_prompt :]),
+        prompt=sequence.request.prompt_token_ids if params.needs_history else (),
+        answer=tuple(sequence.tokens[sequence.num_prompt :]) if params.needs_history or params.grammar else (),
     )

@@ -227,6 +227,7 @@ def _sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         eos_token_ids=tuple(message.eos_token_ids),
         ignore_eos=message.ignore_eos,
+        grammar=message.grammar,
     )
 
 

@@ -29,6 +29,7 @@ from kvorum.workers.backends import choose_device, load_backend
 from kvorum.workers.checkpoint.resolve import resolve
 from kvorum.workers.communicator import Alone, Communicator
 from kvorum.workers.config import CPU_POOL_BYTES, EngineConfig, RankShape
+from kvorum.workers.grammar import GrammarSampler, vocabulary_of
 from kvorum.workers.plan import (
     BudgetQuery,
     CurveQuery,
@@ -230,14 +231,14 @@ def load_worker(
     config: EngineConfig,
     *,
     on_progress: Progress | None = None,
-    sampler: Sampler = sample_rows,
+    sampler: Sampler | None = None,
     rank: int = 0,
     meet: Meet = lambda _shards: Alone(),
 ) -> tuple[RankWorker, RankShape]:
     """Load a rank's part of a checkpoint onto this process's device and size the pool.
 
-    on_progress: called with bytes loaded and bytes in all. sampler: draws each row's next token. meet: joins the other
-    ranks.
+    on_progress: called with bytes loaded and bytes in all. sampler: draws each row's next token; by default as its
+    request says. meet: joins the other ranks.
 
     Raises:
         CheckpointError: the model cannot be found or read.
@@ -250,6 +251,7 @@ def load_worker(
         raise UnsupportedError(f"tensor_parallel_size: {error}") from error
     ranks = meet(shards)
     backend = load_backend(config, checkpoint, shards[rank], on_progress=on_progress)
+    sampler = sampler or GrammarSampler(lambda: vocabulary_of(checkpoint))
     # One call for each kind, so that each keeps its own types of pool and step.
     if isinstance(backend, CpuBackend):
         return _make_worker(backend, config, sampler, ranks)

@@ -59,7 +59,7 @@ def test_what_is_not_built_is_refused_by_name() -> None:
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "functions": [{"name": "f"}],
         "tool_choice": "auto",
-        "response_format.type": {"type": "json_object"},
+        "response_format.type": {"type": "grammar"},
     }
 
     async def scenario() -> None:

@@ -75,6 +75,10 @@ class Tokenizer:
         except TypeError as error:
             raise InvalidRequestError("the text is not valid Unicode: it holds a lone surrogate") from error
 
+    def to_json(self) -> str:
+        """Return it as the text of a `tokenizer.json`."""
+        return self._backend.to_str()
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; an id without a token has no text."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)

@@ -1,0 +1,129 @@
+"""What answers must look like is checked at the edge, and reaches the engine as one grammar."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from llguidance import LLMatcher
+
+from kvorum.cluster.structured import MAX_GRAMMAR_CHARS
+from kvorum.protos.inference.v1 import inference_pb2 as pb
+from kvtest.servers import assert_refused, grpc_stub, http_client
+from kvtest.stack import Stack, running_stack
+
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+
+
+def grammars_of(stack: Stack) -> list[str]:
+    return [sequence.request.sampling.grammar for sequence in stack.host.engine.scheduler.sequences()]
+
+
+async def post(client: httpx.AsyncClient, **fields: object) -> httpx.Response:
+    return await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 3} | fields)
+
+
+GIVEN = [
+    ({"response_format": {"type": "json_object"}}, '"object"'),
+    ({"response_format": FORMAT}, "age"),
+    ({"structured_outputs": {"json": SCHEMA}}, "age"),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "age"),
+    ({"structured_outputs": {"regex": "[0-9]+"}}, "[0-9]+"),
+    ({"structured_outputs": {"choice": ["yes", 'n"o']}}, "yes"),
+    ({"response_format": {"type": "text"}}, None),
+    ({}, None),
+]
+
+
+@pytest.mark.parametrize(("fields", "part"), GIVEN)
+def test_each_way_of_asking_becomes_a_grammar_that_can_be_followed(fields: dict[str, Any], part: str | None) -> None:
+    async def main() -> None:
+        async with running_stack(step_delay_s=0.02) as stack, http_client(stack) as client:
+            chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3} | fields
+            asked = [
+                asyncio.create_task(post(client, **fields)),
+                asyncio.create_task(client.post("/v1/chat/completions", json=chat)),
+            ]
+            while len(grammars := grammars_of(stack)) < 2:
+                await asyncio.sleep(0)
+            for grammar in grammars:
+                assert (part in grammar) if part else grammar == ""
+                assert not grammar or LLMatcher.validate_grammar(grammar) == ""
+            for response in await asyncio.gather(*asked):
+                assert response.status_code == 200, response.text
+            await stack.wait_until_idle()
+
+    asyncio.run(main())
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "json_schema"}}, "response_format", "only then"),
+    (
+        {"response_format": {"type": "json_object", "json_schema": FORMAT["json_schema"]}},
+        "response_format",
+        "only then",
+    ),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}},
+        "response_format.json_schema.schema",
+        "strin",
+    ),
+    ({"structured_outputs": {"json": {"if": {}}}}, "structured_outputs.json", "cannot be followed"),
+    ({"structured_outputs": {"json": "{nope"}}, "structured_outputs.json", "not JSON"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
+    ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex", "look-ahead"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "structured_outputs", "combined"),
+    ({"structured_outputs": {"regex": "a" * MAX_GRAMMAR_CHARS}}, "structured_outputs.regex", "more than"),
+    ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens", "structured answer"),
+    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "structured answer"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "text"), REFUSED)
+def test_what_cannot_be_followed_is_refused_by_name(fields: dict[str, Any], param: str, text: str) -> None:
+    async def main() -> None:
+        async with running_stack() as stack, http_client(stack) as client:
+            response = await post(client, **fields)
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert error["param"] == param
+            assert text in error["message"]
+
+    asyncio.run(main())
+
+
+def test_grpc_has_the_same_ways_and_refusals() -> None:
+    ways = [
+        (pb.StructuredOutputs(json=json.dumps(SCHEMA)), "age"),
+        (pb.StructuredOutputs(regex="[0-9]+"), "[0-9]+"),
+        (pb.StructuredOutputs(choice=pb.Choice(texts=["yes", "no"])), "yes"),
+        (pb.StructuredOutputs(), ""),
+    ]
+
+    async def main() -> None:
+        async with running_stack(step_delay_s=0.02) as stack, grpc_stub(stack) as stub:
+            for structured, part in ways:
+                request = pb.GenerateRequest(text="abc", structured_outputs=structured)
+                request.sampling.max_tokens = 3
+                call = stub.Generate(request)
+                while not (grammars := grammars_of(stack)):
+                    await asyncio.sleep(0)
+                assert part in grammars[0]
+                assert bool(grammars[0]) == bool(part)
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+                await stack.wait_until_idle()
+            broken = pb.GenerateRequest(text="abc", structured_outputs=pb.StructuredOutputs(regex="(a"))
+            call = stub.Generate(broken)
+            await assert_refused(call, grpc.StatusCode.INVALID_ARGUMENT, param="structured_outputs.regex")
+
+    asyncio.run(main())
