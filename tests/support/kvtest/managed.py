@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import random
 import secrets
-from collections.abc import AsyncIterator, Collection, Mapping
+import socket
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvorum.cluster.config import ClusterConfig
@@ -68,8 +69,10 @@ class Wire:
     def __init__(self, manager: ManagerHost, *, is_relayed: bool) -> None:
         self._manager = manager
         self._is_relayed = is_relayed
+        self._listener: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._relays: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
+        self.num_relayed = 0
         self.swallows_up = False
         self.swallows_down = False
         self.is_broken = False
@@ -78,10 +81,11 @@ class Wire:
         address = await self._manager.find()
         if not self._is_relayed:
             return address
-        if self._server is None:
-            self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
-        port = self._server.sockets[0].getsockname()[1]
-        return replace(address, target=f"127.0.0.1:{port}")
+        if self._listener is None:
+            self._listener = socket.create_server(("127.0.0.1", 0))
+            self._listener.setblocking(False)
+            self._start(self._accept(self._listener), self._tasks)
+        return replace(address, target=f"127.0.0.1:{self._listener.getsockname()[1]}")
 
     def break_connections(self) -> None:
         """End all connections, and let none come up until `mend`."""
@@ -95,40 +99,45 @@ class Wire:
             relay.cancel()
 
     async def close(self) -> None:
-        if self._server:
-            self._server.close()
-        relays = tuple(self._relays)
-        for relay in relays:
-            relay.cancel()
-        await asyncio.gather(*relays, return_exceptions=True)
+        ending = self._tasks | self._relays
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        if self._listener:
+            self._listener.close()
 
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task
-        self._relays.add(task)
-        far_writer: asyncio.StreamWriter | None = None
-        try:
-            if self.is_broken:
-                return
-            host, _, port = (await self._manager.find()).target.rpartition(":")
-            far_reader, far_writer = await asyncio.open_connection(host, int(port))
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._pump(reader, far_writer, up=True))
-                group.create_task(self._pump(far_reader, writer, up=False))
-        except (asyncio.CancelledError, ExceptionGroup, OSError, ManagerLostError):
-            pass
-        finally:
-            self._relays.discard(task)
-            for each in filter(None, (writer, far_writer)):
-                each.transport.abort()
-                with contextlib.suppress(OSError):
-                    await each.wait_closed()
+    def _start(self, work: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]) -> None:
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, up: bool) -> None:
-        while data := await reader.read(2**16):
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            near, _ = await asyncio.get_running_loop().sock_accept(listener)
+            self._start(self._relay(near), self._relays)
+
+    async def _relay(self, near: socket.socket) -> None:
+        with near, socket.socket() as far:
+            far.setblocking(False)
+            try:
+                if self.is_broken:
+                    return
+                host, _, port = (await self._manager.find()).target.rpartition(":")
+                await asyncio.get_running_loop().sock_connect(far, (host, int(port)))
+                self.num_relayed += 1
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._pump(near, far, up=True))
+                    group.create_task(self._pump(far, near, up=False))
+            except (ExceptionGroup, OSError, ManagerLostError):
+                pass
+            finally:
+                await asyncio.sleep(0)  # until the loop has let go of the sockets
+
+    async def _pump(self, source: socket.socket, target: socket.socket, *, up: bool) -> None:
+        loop = asyncio.get_running_loop()
+        while data := await loop.sock_recv(source, 2**16):
             if not (self.swallows_up if up else self.swallows_down):
-                writer.write(data)
-                await writer.drain()
+                await loop.sock_sendall(target, data)
         raise ConnectionError("the connection ended")
 
 
