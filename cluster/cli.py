@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from kvorum.client import ClientError
 from kvorum.cluster.config import ConfigError
 from kvorum.cluster.config_flags import suggest
 from kvorum.kvstore.errors import KvorumError
@@ -64,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     except KvorumError as error:
         print(f"kvorum: {error}", file=sys.stderr)
+        return EXIT_FAILURE
+    except ClientError as error:
+        print(f"kvorum: {error.status.name}: {error}", file=sys.stderr)
         return EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

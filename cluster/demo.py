@@ -9,7 +9,7 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from kvorum.cluster.client import Client, Options, connected
+from kvorum.client import Client, Options
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.launcher import running_cluster
 from kvorum.cluster.progress_view import ProgressView
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
             cluster = stack.enter_context(
                 running_cluster(config, address=None, on_phase=view.show_phase, on_progress=view.show_load)
             )
-        client = stack.enter_context(connected(cluster.grpc_targets[0], api_key=None))
+        client = stack.enter_context(Client(cluster.grpc_targets[0]))
         console.print(f"{args.model} is up at {cluster.http_urls[0]} and grpc://{cluster.grpc_targets[0]}\n")
         _show_answer(client, console)
         _show_receipts(client, console)
@@ -51,11 +51,12 @@ def _show_answer(client: Client, console: Console) -> None:
     console.print(f"[bold]> {_QUESTION}[/bold]", soft_wrap=True)
     num_tokens, first_s, last_s = 0, 0.0, 0.0
     started_s = time.monotonic()
-    for piece in client.chat(_QUESTION, Options(max_tokens=_MAX_TOKENS, temperature=0.0)):
-        console.print(piece.text, end="", markup=False, highlight=False, soft_wrap=True)
-        last_s = time.monotonic()
-        first_s = first_s or last_s
-        num_tokens += piece.num_tokens
+    with client.stream_chat(_QUESTION, Options(max_tokens=_MAX_TOKENS, temperature=0.0)) as pieces:
+        for piece in pieces:
+            console.print(piece.text, end="", markup=False, highlight=False, soft_wrap=True)
+            last_s = time.monotonic()
+            first_s = first_s or last_s
+            num_tokens += len(piece.token_ids)
     rate = (num_tokens - 1) / (last_s - first_s) if num_tokens > 1 else 0.0
     console.print(f"\n\n{num_tokens} tokens, first after {first_s - started_s:.2f} s, then {rate:.1f} tokens/s\n")
 
@@ -65,17 +66,11 @@ def _show_receipts(client: Client, console: Console) -> None:
         "full": Options(max_tokens=_MAX_TOKENS, temperature=0.0, policy="full"),
         "h2o, a quarter kept": Options(max_tokens=_MAX_TOKENS, temperature=0.0, policy="h2o", kv_budget=0.25),
     }
-    receipts = {name: _receipt(client, each) for name, each in options.items()}
+    receipts = {name: client.chat(_LONG_QUESTION, each).completion.receipt for name, each in options.items()}
     table = Table("receipt of one prompt", *receipts, title="What the KV cache held")
     for row in _RECEIPT_ROWS:
-        table.add_row(row, *(_format(receipt.get(row)) for receipt in receipts.values()))
+        table.add_row(row, *(_format(getattr(receipt, row)) for receipt in receipts.values()))
     console.print(table)
-
-
-def _receipt(client: Client, options: Options) -> dict[str, object]:
-    last = list(client.chat(_LONG_QUESTION, options))[-1]
-    assert last.receipt, "the last piece has the receipt"
-    return last.receipt
 
 
 def _format(value: object) -> str:

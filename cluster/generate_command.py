@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 
-from kvorum.cluster.client import Options, connected
+from kvorum.client import Client, Options
 from kvorum.kvstore.errors import InvalidRequestError
 
 
@@ -33,13 +34,17 @@ def run(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
     if not prompt:
         raise InvalidRequestError("nothing to ask: give a prompt")
-    with connected(args.target, api_key=args.api_key) as client:
-        ask = client.complete if args.raw else client.chat
-        for piece in ask(prompt, _options(args)):
-            print(piece.text, end="", flush=True)
-            if piece.receipt:
-                print()
-                print("\n".join(f"{name} {value}" for name, value in piece.receipt.items()), file=sys.stderr)
+    options = _options(args)
+    with Client(args.target, api_key=args.api_key) as client:
+        stream = client.stream_complete if args.raw else client.stream_chat
+        with stream(prompt, options) as pieces:
+            for piece in pieces:
+                print(piece.text, end="", flush=True)
+    print()
+    if piece.completion:
+        receipt = asdict(piece.completion.receipt)
+        lines = (f"{name} {value}" for name, value in receipt.items() if value is not None)
+        print("\n".join(lines), file=sys.stderr)
     return 0
 
 

@@ -26,6 +26,15 @@ def test_the_import_contracts_are_kept() -> None:
     assert " 0 broken" in result.stdout
 
 
+def test_the_client_brings_only_grpc_and_protobuf_along() -> None:
+    heavy = "{'ray', 'torch', 'triton', 'pydantic', 'numpy', 'fastapi', 'aiohttp'}"
+    code = f"import sys, kvorum.client; print(sorted({heavy} & sys.modules.keys()))"
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert result.stdout.splitlines() == ["[]"], result.stdout + result.stderr
+
+
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
 def test_it_is_imported_without_torch(module: str) -> None:
     loaded = f"import sys, {module}; print(sorted({{'torch', 'triton'}} & sys.modules.keys()))"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvorum.client import Client, RetryPolicy
 from kvorum.cluster import cli
 from kvorum.protos.inference.v1 import inference_pb2 as pb
 from kvorum.protos.inference.v1 import inference_pb2_grpc as pb_grpc
@@ -101,7 +103,8 @@ class CannedServer(pb_grpc.InferenceServiceServicer):
         if request.kvorum.policy == "nope":
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "unknown policy 'nope'")
         receipt = pb.Receipt(engine="engine-0", policy="full", kv_tokens_held=7)
-        completion = pb.Completion(receipt=receipt, usage=pb.Usage(prompt_tokens=2))
+        usage = pb.Usage(prompt_tokens=2)
+        completion = pb.Completion(finish_reason=pb.FINISH_REASON_STOP, receipt=receipt, usage=usage)
         yield pb.GenerateResponse(text="Hello", token_ids=[1])
         yield pb.GenerateResponse(text=" there", token_ids=[2, 3], completion=completion)
 
@@ -181,9 +184,12 @@ def test_what_is_refused_is_one_line(
 
 
 def test_no_server_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("kvorum.cluster.client._CONNECT_TIMEOUT_S", 0.2)
+    impatient = functools.partial(Client, retry=RetryPolicy(max_retries=0))
+    monkeypatch.setattr("kvorum.cluster.generate_command.Client", impatient)
     assert run("generate", "x", "--target", "127.0.0.1:1") == cli.EXIT_FAILURE
-    assert capsys.readouterr().err == "kvorum: no server answers at 127.0.0.1:1\n"
+    err = capsys.readouterr().err
+    assert err.startswith("kvorum: UNAVAILABLE: no server answers at 127.0.0.1:1: ")
+    assert err.count("\n") == 1
 
 
 def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]  # has no types
 
-from kvorum.cluster.client import Options, connected
+from kvorum.client import Client, Options
 from kvorum.cluster.tenants import hash_key
 from kvtest.charts import environment, pods, ray_container, render, serve_config
 from kvtest.kuberay import RayPods, free_ports, ray_pods
@@ -99,9 +99,9 @@ def test_it_answers_over_both_protocols(release: Release) -> None:
     answer = release.complete(OLD_KEY)
     assert answer.json()["usage"]["completion_tokens"] == 4
     assert release.complete("wrong").status_code == 401
-    with connected(f"127.0.0.1:{release.ports.grpc}", api_key=OLD_KEY) as client:
-        pieces = list(client.complete("Hello world", Options(max_tokens=4)))
-    assert "".join(piece.text for piece in pieces) == answer.json()["choices"][0]["text"]
+    with Client(f"127.0.0.1:{release.ports.grpc}", api_key=OLD_KEY) as client:
+        text = client.complete("Hello world", Options(max_tokens=4)).text
+    assert text == answer.json()["choices"][0]["text"]
 
 
 def test_its_probes_succeed_without_a_token(release: Release) -> None:

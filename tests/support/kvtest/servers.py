@@ -56,8 +56,8 @@ async def http_server(app: FastAPI) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def grpc_channel(stack: HasFrontend) -> AsyncIterator[grpc.aio.Channel]:
-    """Serve all RPCs on a plain grpc.aio server, and connect to it."""
+async def grpc_server(stack: HasFrontend) -> AsyncIterator[str]:
+    """Serve all RPCs on a plain grpc.aio server and yield its target."""
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
     service = GrpcService(stack.frontend)
     pb_grpc.add_InferenceServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated code
@@ -65,10 +65,16 @@ async def grpc_channel(stack: HasFrontend) -> AsyncIterator[grpc.aio.Channel]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield channel
+        yield f"127.0.0.1:{port}"
     finally:
         await server.stop(grace=None)
+
+
+@contextlib.asynccontextmanager
+async def grpc_channel(stack: HasFrontend) -> AsyncIterator[grpc.aio.Channel]:
+    """Serve all RPCs, and connect to them."""
+    async with grpc_server(stack) as target, grpc.aio.insecure_channel(target) as channel:
+        yield channel
 
 
 @contextlib.asynccontextmanager
