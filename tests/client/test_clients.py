@@ -142,6 +142,8 @@ REFUSED = [
     (Options(max_tokens=600), InvalidRequestError, "context_length_exceeded", "max_tokens"),
     (Options(model="other"), NotFoundError, "model_not_found", None),
     (Options(kv_budget=2.5), InvalidRequestError, "invalid_value", "kvorum.kv_budget"),
+    (Options(regex="(", max_tokens=5), InvalidRequestError, "invalid_value", "structured_outputs.regex"),
+    (Options(regex="a", choices=("a",)), InvalidRequestError, "invalid_value", "structured_outputs"),
     (Options(max_tokens=-1), InvalidRequestError, "invalid_value", None),
 ]
 
@@ -240,8 +242,9 @@ def test_a_greedy_stream_that_breaks_goes_on(connect: Connect, prompt: str | tup
         Options(max_tokens=60, seed=1),
         Options(max_tokens=60, temperature=0.0, stop=("b",)),
         Options(max_tokens=60, temperature=0.0, presence_penalty=0.1),
+        Options(max_tokens=60, temperature=0.0, regex="a*"),
     ],
-    ids=["sampled", "stop string", "penalty"],
+    ids=["sampled", "stop string", "penalty", "grammar"],
 )
 def test_a_stream_that_could_not_go_on_exactly_fails(connect: Connect, options: Options) -> None:
     async def scenario(client: Asker, _: Stack, way: Relay) -> None:

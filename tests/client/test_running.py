@@ -147,6 +147,24 @@ def test_a_broken_stream_goes_on_with_what_is_left_of_the_request() -> None:
         assert request.sampling.stop_token_ids == [9]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (Options(json_schema="{}"), pb.StructuredOutputs(json="{}")),
+        (Options(regex="a+"), pb.StructuredOutputs(regex="a+")),
+        (Options(choices=("yes", "no")), pb.StructuredOutputs(choice=pb.Choice(texts=["yes", "no"]))),
+    ],
+)
+def test_what_an_answer_must_look_like_is_sent(options: Options, expected: pb.StructuredOutputs) -> None:
+    script = Scripted([(tokens(completion=END),)])
+
+    async def scenario(client: AsyncClient) -> None:
+        await client.complete("hi", options)
+
+    play(script, scenario)
+    assert script.requests[0].structured_outputs == expected
+
+
 def test_a_stream_that_broke_at_its_last_token_has_nothing_left_to_ask_for() -> None:
     script = Scripted([(tokens(3), tokens(4)), ()])
 

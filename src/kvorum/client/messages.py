@@ -91,6 +91,7 @@ def _request(options: Options) -> pb.GenerateRequest:
             priority=options.priority,
             cache_salt=options.cache_salt,
             skip_special_tokens=options.skip_special_tokens,
+            structured_outputs=_structured_outputs(options),
         )
     except ValueError as error:
         raise invalid(f"a number is out of range: {error}") from error
@@ -113,6 +114,16 @@ def _sampling(options: Options) -> pb.SamplingParams:
         stop_token_ids=options.stop_token_ids,
         ignore_eos=options.ignore_eos,
     )
+
+
+def _structured_outputs(options: Options) -> pb.StructuredOutputs | None:
+    kinds = (options.json_schema is not None, options.regex is not None, bool(options.choices))
+    if sum(kinds) > 1:
+        raise invalid("structured_outputs: give one of json_schema, regex and choices", param="structured_outputs")
+    if not any(kinds):
+        return None
+    choice = pb.Choice(texts=options.choices) if options.choices else None
+    return pb.StructuredOutputs(json=options.json_schema, regex=options.regex, choice=choice)
 
 
 def _kv_params(options: Options) -> pb.KVParams:

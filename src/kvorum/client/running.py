@@ -1,9 +1,9 @@
 """One answer from its request to its end, over as many calls as that takes; the same for both clients.
 
 A stream that breaks goes on with prompt + what came of the answer as its prompt. That gives the same tokens only where
-each depends on nothing but those before it: a greedy answer without penalties that look at the answer alone. A sampled
-token also depends on its index in the answer, which the API does not let a client choose; and a stop string may have
-begun in text that the server still held back.
+each depends on nothing but those before it: a greedy answer without penalties or grammars, which look at the answer
+alone. A sampled token also depends on its index in the answer, which the API does not let a client choose; and a stop
+string may have begun in text that the server still held back.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class Running:
     def _is_continuable(self) -> bool:
         sampling = self._request.sampling
         is_greedy = sampling.HasField("temperature") and sampling.temperature == 0
-        looks_back = sampling.frequency_penalty or sampling.presence_penalty or self._request.stop
+        is_shaped = self._request.stop or self._request.HasField("structured_outputs")
+        looks_back = is_shaped or sampling.frequency_penalty or sampling.presence_penalty
         has_room = not sampling.HasField("max_tokens") or sampling.max_tokens > len(self._received)
         return is_greedy and not looks_back and has_room
 

@@ -22,7 +22,7 @@ class Options:
     """What may be said about an answer; None leaves it to the server.
 
     kv_budget: tokens kept per KV head; a number up to 1 is a share of the context. logprobs: how many alternatives to
-    report beside each token.
+    report beside each token. json_schema (as text), regex, choices: what the answer must look like; one of them.
     """
 
     model: str | None = None
@@ -42,6 +42,9 @@ class Options:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    choices: Sequence[str] = ()
     policy: str | None = None
     kv_budget: float | None = None
     min_retained_mass: float | None = None
