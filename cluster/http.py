@@ -15,10 +15,12 @@ from typing import TypeVar, cast
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from kvorum.cluster import openapi
 from kvorum.cluster.answers import (
     AnswerFormat,
     ChatFormat,
@@ -62,7 +64,9 @@ _Fields = TypeVar("_Fields", bound=RequestFields)
 
 def create_app(frontend: Frontend) -> FastAPI:
     """Build the HTTP application in front of a frontend."""
-    app = FastAPI(title="kvorum", openapi_url=None)
+    # Pages that show the document would load scripts from elsewhere.
+    app = FastAPI(openapi_url=openapi.PATH, docs_url=None, redoc_url=None, generate_unique_id_function=_name)
+    openapi.publish(app)
     app.add_middleware(NoteCalls, frontend=frontend)
     _add_error_handlers(app)
     _add_inference_routes(app, frontend)
@@ -72,8 +76,15 @@ def create_app(frontend: Frontend) -> FastAPI:
     return app
 
 
+def _name(route: APIRoute) -> str:
+    return route.name
+
+
 def _add_inference_routes(app: FastAPI, frontend: Frontend) -> None:
-    @app.post("/v1/chat/completions")
+    @app.post(
+        "/v1/chat/completions",
+        **openapi.described(openapi.ChatCompletion, openapi.GENERATING, takes=ChatRequest, streams=True),
+    )
     async def create_chat_completion(http: Request) -> Response:
         tenant = _authenticate(http, frontend)
         request = await _read(http, ChatRequest)
@@ -93,7 +104,10 @@ def _add_inference_routes(app: FastAPI, frontend: Frontend) -> None:
         writer = _AnswerWriter(frontend, ChatFormat(frontend.model), plan, call_of(http))
         return await writer.respond(stream=bool(request.stream), include_usage=request.include_usage)
 
-    @app.post("/v1/completions")
+    @app.post(
+        "/v1/completions",
+        **openapi.described(openapi.Completion, openapi.GENERATING, takes=CompletionRequest, streams=True),
+    )
     async def create_completion(http: Request) -> Response:
         tenant = _authenticate(http, frontend)
         request = await _read(http, CompletionRequest)
@@ -117,12 +131,12 @@ def _add_inference_routes(app: FastAPI, frontend: Frontend) -> None:
 def _add_model_routes(app: FastAPI, frontend: Frontend) -> None:
     card = ModelCard(id=frontend.model.name, created=int(time.time()), max_model_len=frontend.model.max_model_len)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", **openapi.described(ModelList, openapi.KEYED))
     async def list_models(http: Request) -> Response:
         _authenticate(http, frontend)
         return _json(ModelList(data=[card]).model_dump())
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", **openapi.described(ModelCard, (*openapi.KEYED, 404)))
     async def get_model(http: Request, name: str) -> Response:
         _authenticate(http, frontend)
         check_model(name, frontend.model)
@@ -132,7 +146,7 @@ def _add_model_routes(app: FastAPI, frontend: Frontend) -> None:
 def _add_token_routes(app: FastAPI, frontend: Frontend) -> None:
     model = frontend.model
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", **openapi.described(TokenizeResponse, openapi.READING, takes=TokenizeRequest))
     async def tokenize(http: Request) -> Response:
         _authenticate(http, frontend)
         request = await _read(http, TokenizeRequest)
@@ -145,7 +159,7 @@ def _add_token_routes(app: FastAPI, frontend: Frontend) -> None:
         response = TokenizeResponse(tokens=list(tokens), count=len(tokens), max_model_len=model.max_model_len)
         return _json(response.model_dump())
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", **openapi.described(DetokenizeResponse, openapi.READING, takes=DetokenizeRequest))
     async def detokenize(http: Request) -> Response:
         _authenticate(http, frontend)
         request = await _read(http, DetokenizeRequest)
@@ -156,15 +170,15 @@ def _add_token_routes(app: FastAPI, frontend: Frontend) -> None:
 
 
 def _add_operator_routes(app: FastAPI, frontend: Frontend) -> None:
-    @app.get("/health")
+    @app.get("/health", **openapi.described_health())
     async def get_health() -> Response:
         return _json({"status": "ok"}) if frontend.is_ready else _json({"status": "not ready"}, 503)
 
-    @app.get("/version")
+    @app.get("/version", **openapi.described(openapi.Version, openapi.OPEN))
     async def get_version() -> Response:
         return _json({"version": version("kvorum")})
 
-    @app.get("/operator/cluster")
+    @app.get("/operator/cluster", **openapi.described(ViewChange, openapi.OPERATING))
     async def get_cluster(http: Request) -> Response:
         changes = frontend.watch_cluster(tenant=_authenticate(http, frontend))
         try:
@@ -172,13 +186,13 @@ def _add_operator_routes(app: FastAPI, frontend: Frontend) -> None:
         finally:
             await changes.aclose()
 
-    @app.get("/operator/cluster/watch")
+    @app.get("/operator/cluster/watch", **openapi.described("text/event-stream", openapi.OPERATING))
     async def watch_cluster(http: Request) -> Response:
         changes = frontend.watch_cluster(tenant=_authenticate(http, frontend))
         events = _change_events(changes)
         return await event_stream(events, call_of(http))
 
-    @app.get("/metrics")
+    @app.get("/metrics", **openapi.described("text/plain", openapi.OPEN))
     async def get_metrics() -> Response:
         return Response(await frontend.render_metrics(), media_type=CONTENT_TYPE)
 

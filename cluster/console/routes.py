@@ -33,7 +33,7 @@ _LESSONS: dict[str, tuple[str, ...]] = {"caching": (), "pages": (), "evictions":
 
 def console_routes(frontend: Frontend, teach: Teach) -> APIRouter:
     """Return the routes below /console."""
-    routes = APIRouter(prefix="/console")
+    routes = APIRouter(prefix="/console", include_in_schema=False)
 
     def operator(http: Request) -> str:
         tenant = call_of(http).tenant = frontend.authenticate(http.headers.get("authorization"))
