@@ -1,6 +1,6 @@
 # make demo | serve | test | lint | protos | chart | kernels | bench | bench-gpu | bench-peers | bench-ranks |
-# bench-manager | bench-allocation | bench-pressure | bench-tenants | chaos | chaos-manager: each sets up what it needs
-# in .venv first.
+# bench-manager | bench-allocation | bench-pressure | bench-tenants | bench-clients | chaos | chaos-manager: each sets
+# up what it needs in .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
@@ -9,7 +9,7 @@ ARGS ?=
 export PYTHONSAFEPATH := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo serve test lint format protos chart kernels bench bench-gpu bench-peers bench-ranks bench-manager bench-allocation bench-pressure bench-tenants chaos chaos-manager clean
+.PHONY: demo serve test lint format protos chart kernels bench bench-gpu bench-peers bench-ranks bench-manager bench-allocation bench-pressure bench-tenants bench-clients chaos chaos-manager clean
 
 demo: .venv/.demo
 	$(BIN)/kvorum demo $(ARGS)
@@ -65,6 +65,9 @@ bench-pressure: .venv/.dev
 
 bench-tenants: .venv/.dev
 	$(BIN)/python -P bench/tenants/run.py $(ARGS)
+
+bench-clients: .venv/.dev
+	$(BIN)/python -P bench/clients.py $(ARGS)
 
 chaos: .venv/.dev
 	$(BIN)/python -P bench/chaos/run.py $(ARGS)

@@ -216,8 +216,8 @@ def test_a_server_that_stays_away_is_named(connect: Connect) -> None:
     async def scenario(client: Asker, _: Stack, way: Relay) -> None:
         await way.close()
         with pytest.raises(UnavailableError, match=f"no server answers at {way.target}") as caught:
-            await client.complete("abc", GREEDY, timeout_s=0.5)
-        assert caught.value.code in ("unavailable", "deadline_exceeded")
+            await client.complete("abc", GREEDY)
+        assert caught.value.code == "unavailable"
         await way.open()
 
     run(connect, scenario)

@@ -11,7 +11,7 @@ from kvorum.client import Answer, AsyncClient, Client, Model, Options, Piece, Re
 from kvorum.client.messages import Messages, Prompt
 
 OnPiece = Callable[[Piece], Awaitable[None]]
-HASTY = RetryPolicy(max_retries=20, first_wait_s=0.01, longest_wait_s=0.1)
+HASTY = RetryPolicy(max_retries=40, first_wait_s=0.01, longest_wait_s=0.05)
 
 
 class Asker(Protocol):
