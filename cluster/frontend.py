@@ -20,6 +20,7 @@ from kvorum.cluster.engine_client import EngineClient
 from kvorum.cluster.engine_directory import EngineDirectory
 from kvorum.cluster.engine_status import EngineStatus
 from kvorum.cluster.generation import Delta, Generator, ResumePolicy, Trail
+from kvorum.cluster.grammar_trial import GrammarTrial
 from kvorum.cluster.managed_admission import ManagedAdmission
 from kvorum.cluster.manager.channel import FindManager
 from kvorum.cluster.manager.tls import read_tls
@@ -29,6 +30,7 @@ from kvorum.cluster.metrics import RouterMetrics
 from kvorum.cluster.model import ServedModel
 from kvorum.cluster.planning import GenerationRequest, Prompting, Surroundings, plan_generation
 from kvorum.cluster.sampling_fields import SamplingFields
+from kvorum.cluster.structured import Form
 from kvorum.cluster.tenants import Tenant, TenantTable
 from kvorum.kvstore.errors import CapacityError, InvalidRequestError
 from kvorum.workers.request import RequestId
@@ -76,6 +78,9 @@ class Frontend:
             resume=ResumePolicy(max_resumes=config.max_resumes, timeout_s=config.resume_timeout_s),
             on_resume=self.metrics.resumes.inc,
         )
+        self._grammar_trial = GrammarTrial(
+            model.tokenizer.to_json(), vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     def _managed_admission(self, find_manager: FindManager) -> ManagedAdmission:
@@ -96,6 +101,7 @@ class Frontend:
 
     async def stop(self) -> None:
         """Let go of the engines, which aborts what still runs, and send the traces that are left."""
+        self._grammar_trial.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -146,6 +152,11 @@ class Frontend:
     def authenticate(self, authorization: str | None) -> str:
         """Return the tenant of an Authorization header or metadata entry; raises AuthenticationError."""
         return self.tenants.authenticate(authorization)
+
+    async def grammar_of(self, form: Form) -> str:
+        """Return the grammar of a form that engines can follow; raises InvalidRequestError for one that they cannot."""
+        await self._grammar_trial.check(form.grammar, param=form.param)
+        return form.grammar
 
     def plan(self, fields: SamplingFields, prompting: Prompting, *, tenant: str) -> GenerationRequest:
         """Check a tenant's request against the model and lay out its sequences."""

@@ -29,7 +29,7 @@ from kvorum.cluster.grpc_messages import (
     generate_fields,
 )
 from kvorum.cluster.planning import Prompting, check_model
-from kvorum.cluster.structured import grammar_of
+from kvorum.cluster.structured import form_of
 from kvorum.kvstore.errors import InvalidRequestError, KvorumError, PermissionDeniedError
 from kvorum.protos.inference.v1 import inference_pb2 as pb
 from kvorum.workers.request import RequestId
@@ -202,7 +202,7 @@ class GrpcService:
             prompt_param=param,
             max_tokens=fields.max_tokens,
             logprobs=fields.logprobs,
-            grammar=grammar_of(None, fields.structured_outputs),
+            grammar=await self._frontend.grammar_of(form_of(None, fields.structured_outputs)),
         )
 
     async def _encode_chat(self, chat: ConversationFields | None) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ headers leave only after its first delta, so that an error before the first toke
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -51,7 +52,7 @@ from kvorum.cluster.openai import (
 from kvorum.cluster.planning import GenerationRequest, Prompting, check_model
 from kvorum.cluster.sampling_fields import RequestFields, invalid_request
 from kvorum.cluster.sse import event_stream, event_text
-from kvorum.cluster.structured import grammar_of
+from kvorum.cluster.structured import form_of
 from kvorum.kvstore.errors import InvalidRequestError, KvorumError
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ def _add_inference_routes(app: FastAPI, frontend: Frontend) -> None:
             max_tokens=request.max_completion_tokens if uses_new_name else request.max_tokens,
             max_tokens_param="max_completion_tokens" if uses_new_name else "max_tokens",
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-            grammar=grammar_of(request.response_format, request.structured_outputs),
+            grammar=await frontend.grammar_of(form_of(request.response_format, request.structured_outputs)),
         )
         plan = frontend.plan(request, prompting, tenant=tenant)
         writer = _AnswerWriter(frontend, ChatFormat(frontend.model), plan, call_of(http))
@@ -120,7 +121,7 @@ def _add_inference_routes(app: FastAPI, frontend: Frontend) -> None:
             max_tokens=request.max_tokens,
             default_max_tokens=_DEFAULT_COMPLETION_TOKENS,
             logprobs=request.logprobs,
-            grammar=grammar_of(request.response_format, request.structured_outputs),
+            grammar=await frontend.grammar_of(form_of(request.response_format, request.structured_outputs)),
         )
         plan = frontend.plan(request, prompting, tenant=tenant)
         echo = [_echo(sequence.prompt_token_ids, request, frontend) for sequence in plan.sequences]
@@ -301,7 +302,8 @@ async def _read(http: Request, kind: type[_Fields]) -> _Fields:
     except ValidationError as error:
         raise invalid_request(error) from None
     if unknown := unknown_fields(request):
-        logger.info("ignored unknown fields %s", ", ".join(unknown))
+        # Quoted and bounded: they are the client's words.
+        logger.info("ignored unknown fields %s", json.dumps([name[:64] for name in unknown[:16]]))
     return request
 
 

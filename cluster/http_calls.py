@@ -6,7 +6,7 @@ from typing import Final, cast
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvorum.cluster.calls import Call
 from kvorum.cluster.frontend import Frontend
@@ -26,13 +26,25 @@ class NoteCalls:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application inside a Call."""
         method = method_of(scope["path"]) if scope["type"] == "http" else None
-        if method is None:
+        # One that does not post asks for nothing, and is told so.
+        if method is None or (method in GENERATING and scope["method"] != "POST"):
             await self._app(scope, receive, send)
             return
         headers = dict(Headers(scope=scope))
         with self._frontend.call("http", method, generates=method in GENERATING, headers=headers) as call:
             scope.setdefault("state", {})["call"] = call
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, _naming(headers.get("x-request-id") or call.request_id, send))
+
+
+def _naming(request_id: str, send: Send) -> Send:
+    """Have the answer name its request, as the client does or as the server's log does."""
+
+    async def send_named(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode("latin-1"))]
+        await send(message)
+
+    return send_named
 
 
 def call_of(http: Request) -> Call:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -10,6 +11,8 @@ from prometheus_client import CollectorRegistry
 from ray.util.metrics import Gauge
 
 # Ray's own metrics reach its exporter every ten seconds.
+logger = logging.getLogger(__name__)
+
 _PERIOD_S = 10.0
 
 
@@ -44,9 +47,15 @@ class RayExport:
 
     async def run(self, refresh: Callable[[], Awaitable[None]]) -> None:
         """Copy until cancelled; refresh brings what the registry shows up to date."""
+        has_failed = False
         while True:
-            await refresh()
-            self.copy()
+            try:
+                await refresh()
+                self.copy()
+            except Exception:  # whatever it was, the next copy may succeed; routers serve on without
+                if not has_failed:
+                    logger.exception("metrics are not copied to Ray")
+                has_failed = True
             await asyncio.sleep(_PERIOD_S)
 
     def copy(self) -> None:

@@ -1,12 +1,13 @@
 """What answers must look like: OpenAI's response_format, and `structured_outputs` with a schema, a regex or choices.
 
-Each becomes one grammar, which is checked here; engines follow it (`workers/grammar.py`). JSON is written on one line:
-small models left free to indent may do nothing else.
+Each becomes one grammar, which is tried out (`grammar_trial.py`) before engines follow it (`workers/grammar.py`).
+JSON is written on one line: small models left free to indent may do nothing else.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from llguidance import LLMatcher
@@ -18,6 +19,7 @@ from kvorum.kvstore.errors import InvalidRequestError
 MAX_GRAMMAR_CHARS = 32_768
 MAX_CHOICES = 1024
 
+_Choice = Annotated[str, Field(min_length=1)]
 _JSON_STYLE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -52,7 +54,9 @@ class StructuredOutputs(RequestFields):
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)] | None = (
+        None
+    )
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
@@ -61,46 +65,56 @@ class StructuredOutputs(RequestFields):
         return self
 
 
-def grammar_of(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> str:
-    """Return the grammar that an answer must follow, empty for free text.
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an answer must follow, as a grammar; empty for free text. param: the field that says so."""
+
+    grammar: str = ""
+    param: str = ""
+
+
+def form_of(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> Form:
+    """Return what an answer must follow; whether it can be followed is yet to be tried.
 
     Raises:
-        InvalidRequestError: both are given, or what is given is no schema, expression or choice that can be followed.
+        InvalidRequestError: both are given, or what is given is no schema or too long.
     """
     if response_format is not None and response_format.type != "text":
         if structured is not None:
             raise InvalidRequestError(
                 "structured_outputs: cannot be combined with response_format", param="structured_outputs"
             )
-        wrapped = response_format.json_schema
-        schema = {"type": "object"} if wrapped is None else wrapped.schema_
-        return _checked(_json_grammar(schema), "response_format.json_schema.schema")
+        if response_format.json_schema is None:
+            return _json_form({"type": "object"}, "response_format")
+        return _json_form(response_format.json_schema.schema_, "response_format.json_schema.schema")
     if structured is None:
-        return ""
+        return Form()
     if structured.regex is not None:
         return _checked(LLMatcher.grammar_from_regex(structured.regex), "structured_outputs.regex")
     if structured.choice is not None:
-        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in structured.choice)
-        return _checked(LLMatcher.grammar_from_lark(f"start: {texts}"), "structured_outputs.choice")
+        texts = "|".join(map(_as_regex, structured.choice))
+        return _checked(LLMatcher.grammar_from_regex(f"({texts})"), "structured_outputs.choice")
     assert structured.json_schema is not None, "exactly one is given"
-    return _checked(_json_grammar(structured.json_schema), "structured_outputs.json")
+    return _json_form(structured.json_schema, "structured_outputs.json")
 
 
-def _json_grammar(schema: dict[str, Any] | str) -> str:
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except ValueError as error:
-            param = "structured_outputs.json"
-            raise InvalidRequestError(f"{param}: is not JSON: {error}", param=param) from None
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_JSON_STYLE)  # type: ignore[arg-type]  # a TypedDict
+def _json_form(schema: dict[str, Any] | str, param: str) -> Form:
+    try:
+        whole = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(whole, allow_nan=False)
+        return _checked(LLMatcher.grammar_from_json_schema(text, defaults=_JSON_STYLE), param)  # type: ignore[arg-type]  # a TypedDict
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{param}: is no JSON schema: {error}", param=param) from None
 
 
-def _checked(grammar: str, param: str) -> str:
+def _as_regex(text: str) -> str:
+    """Write a text as an expression for just that."""
+    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _checked(grammar: str, param: str) -> Form:
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise InvalidRequestError(
             f"{param}: is {len(grammar)} characters long as a grammar, more than {MAX_GRAMMAR_CHARS}", param=param
         )
-    if problem := LLMatcher.validate_grammar(grammar):
-        raise InvalidRequestError(f"{param}: cannot be followed: {problem.strip()}", param=param)
-    return grammar
+    return Form(grammar, param)

@@ -110,8 +110,12 @@ class TenantTable:
     """All tenants of a cluster; looked up by key in constant time a key."""
 
     def __init__(self, tenants: Mapping[str, Tenant], *, api_key: str | None = None) -> None:
-        """api_key: the one key that is needed where no tenants are configured; None needs none."""
+        """api_key: the one key that is needed where no tenants are configured; None needs none.
+
+        tells_apart: whether tenants are configured.
+        """
         self._tenants = dict(tenants) or {DEFAULT_TENANT: Tenant(is_operator=True)}
+        self.tells_apart = bool(tenants)
         self._needs_key = bool(tenants) or api_key is not None
         self._by_hash = {digest: name for name, tenant in tenants.items() for digest in tenant.api_key_sha256}
         if api_key is not None and not tenants:

@@ -293,21 +293,20 @@ class Engine:
         return bool(budget_queries)
 
     async def _answer_looks(self) -> None:
-        looks, self._looks = self._looks, []
-        for request_id, layer, kv_head, answer in looks:
-            sequence = self.scheduler.find(request_id)
-            if answer.done():  # whoever asked has gone
-                continue
-            if sequence is None:
-                answer.set_result(None)
-                continue
-            query = head_query(sequence, layer=layer, kv_head=kv_head)
-            slots = None
-            if query is not None:
-                await self._execute_ops()
-                slots = await self._executor.look(query)
+        # Those that came meanwhile are answered after the next step. One that a rank fails in stays, to be told so.
+        for _ in range(len(self._looks)):
+            request_id, layer, kv_head, answer = self._looks[0]
+            sequence = None if answer.done() else self.scheduler.find(request_id)  # whoever asked may have gone
+            look = None
+            if sequence is not None:
+                query, slots = head_query(sequence, layer=layer, kv_head=kv_head), None
+                if query is not None:
+                    await self._execute_ops()
+                    slots = await self._executor.look(query)
+                look = look_at(sequence, slots)
             if not answer.done():
-                answer.set_result(look_at(sequence, slots))
+                answer.set_result(look)
+            del self._looks[0]
 
     async def _execute_ops(self) -> None:
         """Carry out memory operations that wait for the next step: without them what a rank reads is not yet true."""

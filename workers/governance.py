@@ -74,7 +74,8 @@ class EngineReport:
     """A consistent look at an engine's pool between two steps.
 
     price: worth of the best block that some elastic sequence wants and does not get; 0 when all get what they want.
-    reclaimed: blocks got back since the engine started, by ladder step.
+    reclaimed: blocks got back since the engine started, by ladder step. unread_tokens: of prompts, that are still to be
+    computed.
     """
 
     total_blocks: int
@@ -83,6 +84,7 @@ class EngineReport:
     price: float = 0.0
     tenants: Mapping[str, TenantUse] = field(default_factory=dict)
     reclaimed: Mapping[LadderStep, int] = field(default_factory=dict)
+    unread_tokens: int = 0
 
     @property
     def held_blocks(self) -> int:

@@ -1,15 +1,14 @@
 """Answers that must follow a grammar: tokens that may not come next are never drawn.
 
 The grammars and the work of finding those tokens are llguidance's. What a sequence has answered so far is all the state
-there is, so an answer goes on anywhere; matchers are only kept so that not every step reads the whole answer again.
+there is, so an answer goes on anywhere; matchers are only kept so that not every step reads the whole answer again. A
+grammar comes here only after routers have tried how long its matcher takes to make (`cluster/grammar_trial.py`).
 """
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,11 +18,6 @@ from kvorum.kvstore.types import SeqId
 from kvorum.workers.checkpoint.resolve import Checkpoint
 from kvorum.workers.plan import RowPlan, Sample, SampleRequest
 from kvorum.workers.sampler import sample_batch
-
-logger = logging.getLogger(__name__)
-
-# Sequences whose matchers are kept; those of others are made anew when they come up.
-MAX_MATCHERS = 1024
 
 
 def vocabulary_of(checkpoint: Checkpoint) -> LLTokenizer:
@@ -52,38 +46,42 @@ class GrammarSampler:
         """make_vocabulary: called when the first grammar comes."""
         self._make_vocabulary = make_vocabulary
         self._vocabulary: LLTokenizer | None = None
-        self._progress: OrderedDict[SeqId, _Progress] = OrderedDict()
+        self._progress: dict[SeqId, _Progress] = {}
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[RowPlan]) -> Sequence[Sample]:
-        """Draw from logits [num_rows, vocab_size], one row for each of `rows`."""
-        requests = [row.sample for row in rows if row.sample is not None]
-        guided = [index for index, request in enumerate(requests) if request.params.grammar]
-        if guided:
-            logits = logits.clone()
-            for index in guided:
-                allowed = self._allowed(rows[index].seq_id, requests[index], vocab_size=logits.shape[1])
-                logits[index].masked_fill_(~allowed.to(logits.device), -torch.inf)
-        return sample_batch(logits, requests)
+        """Draw from logits [num_rows, vocab_size], one row for each of `rows`.
 
-    def _allowed(self, seq_id: SeqId, request: SampleRequest, *, vocab_size: int) -> torch.Tensor:
-        """Return which tokens may come next, [vocab_size] bool; only the end where the grammar allows nothing more."""
+        A sample is cut where the answer cannot follow its grammar any further.
+        """
+        requests = [row.sample for row in rows if row.sample is not None]
+        guided = {index: rows[index].seq_id for index, request in enumerate(requests) if request.params.grammar}
+        if not guided:
+            return sample_batch(logits, requests)
+        # Of those that are not in this step a matcher is made anew, should they come again.
+        self._progress = {seq: it for seq, it in self._progress.items() if seq in guided.values()}
+        logits, is_cut = logits.clone(), set[int]()
+        for index, seq_id in guided.items():
+            allowed = self._allowed(seq_id, requests[index], vocab_size=logits.shape[1])
+            if allowed is None:
+                is_cut.add(index)
+                allowed = torch.zeros(logits.shape[1], dtype=torch.bool)
+                allowed[list(requests[index].params.eos_token_ids)] = True
+            logits[index].masked_fill_(~allowed.to(logits.device), -torch.inf)
+        samples = sample_batch(logits, requests)
+        return [replace(sample, is_cut=True) if index in is_cut else sample for index, sample in enumerate(samples)]
+
+    def _allowed(self, seq_id: SeqId, request: SampleRequest, *, vocab_size: int) -> torch.Tensor | None:
+        """Return which tokens may come next, [vocab_size] bool; None where that cannot be told."""
         progress = self._progress.pop(seq_id, None)
         if progress is None or not progress.follows(request):
             self._vocabulary = self._vocabulary or self._make_vocabulary()
-            progress = _Progress(
-                request.params.grammar, LLMatcher(self._vocabulary, request.params.grammar, log_level=0)
-            )
+            matcher = LLMatcher(self._vocabulary, request.params.grammar, log_level=0)
+            progress = _Progress(request.params.grammar, matcher)
         self._progress[seq_id] = progress
-        if len(self._progress) > MAX_MATCHERS:
-            self._progress.popitem(last=False)
         matcher, news = progress.matcher, list(request.answer[len(progress.answer) :])
         progress.answer += news
-        if (not news or matcher.consume_tokens(news)) and not matcher.is_stopped():
-            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:vocab_size]
-            if not matcher.is_error():
-                return torch.from_numpy(bits.astype(bool))
-        if matcher.is_error():
-            logger.warning("an answer ends because its grammar cannot be followed: %s", matcher.get_error())
-        allowed = torch.zeros(vocab_size, dtype=torch.bool)
-        allowed[list(request.params.eos_token_ids)] = True
-        return allowed
+        if news and not matcher.consume_tokens(news):
+            return None
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:vocab_size]
+        # What went wrong is not logged: llguidance's words have the client's grammar and answer in them.
+        return None if matcher.is_error() else torch.from_numpy(bits.astype(bool))

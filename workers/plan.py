@@ -60,10 +60,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A drawn token. logprobs: None unless asked for."""
+    """A drawn token. logprobs: None unless asked for. is_cut: the answer ends here, before it is whole."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)

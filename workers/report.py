@@ -18,7 +18,10 @@ def report_pool(store: KVStore, reclaimer: Reclaimer, sequences: Iterable[Sequen
     reserved: Counter[str] = Counter()
     elastic: Counter[str] = Counter()
     histograms: defaultdict[str, list[int]] = defaultdict(lambda: [0] * NUM_WORTH_BINS)
+    unread_tokens = 0
     for sequence in sequences:
+        if not sequence.prompt_done:
+            unread_tokens += len(sequence.tokens) - (0 if sequence.kv is None else sequence.kv.num_tokens)
         reserved[sequence.tenant] += sequence.request.terms.reserved_blocks
         if sequence.is_elastic:
             elastic[sequence.tenant] += surplus_blocks(sequence)
@@ -41,6 +44,7 @@ def report_pool(store: KVStore, reclaimer: Reclaimer, sequences: Iterable[Sequen
             for tenant in sorted(reserved.keys() | held.keys() | cached.keys())
         },
         reclaimed=reclaimer.reclaimed,
+        unread_tokens=unread_tokens,
     )
 
 

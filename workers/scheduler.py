@@ -400,7 +400,8 @@ class Scheduler:
             self.totals.generation_tokens += 1
             logprobs = () if sample.logprobs is None else (sample.logprobs,)
             outputs.append(RequestOutput(sequence.request.request_id, (sample.token_id,), logprobs))
-            reason = sequence.ends_with(sample.token_id, max_model_len=self.limits.max_model_len)
+            ends_with = sequence.ends_with(sample.token_id, max_model_len=self.limits.max_model_len)
+            reason = FinishReason.LENGTH if sample.is_cut else ends_with
             if reason is not None:
                 self._end(sequence, reason)
         return outputs

@@ -79,7 +79,7 @@ def main() -> int:
     report(figures, ratios)
     if args.json:
         args.json.write_text(json.dumps({"figures": figures, "ratios": ratios}, indent=1))
-    return int(max(ratios["cache manager"].values()) > TARGET)
+    return int(not is_good(figures, ratios))
 
 
 def run_phase(phase: Phase, *, duration_s: int, web: bool) -> Answers:
@@ -153,6 +153,13 @@ def quiet_ratios(figures: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dic
         for name, found in figures.items()
         if name != "solo"
     }
+
+
+def is_good(figures: dict[str, dict[str, dict[str, Any]]], ratios: dict[str, dict[str, float]]) -> bool:
+    """Say whether the quiet tenant got all its answers beside the others, and in time."""
+    errors = figures["solo"][QUIET.name]["errors"] | figures["cache manager"][QUIET.name]["errors"]
+    # A ratio that is no number, for want of answers, is not small either.
+    return not errors and all(ratio <= TARGET for ratio in ratios["cache manager"].values())
 
 
 def report(figures: dict[str, dict[str, dict[str, Any]]], ratios: dict[str, dict[str, float]]) -> None:

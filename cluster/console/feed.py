@@ -2,6 +2,7 @@
 
 Everything comes from where it is known: engines say what they do, the cache manager what is reserved and for whom.
 Texts are shown of the operator's own tenant only; of others' sequences lengths, slots and scores are, and no word.
+Where no tenants are configured everybody is the same one, so texts are shown only on a server for its own machine.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvorum.cluster.addresses import is_loopback
+from kvorum.cluster.engine_client import EngineClient
 from kvorum.cluster.engine_status import EngineStatus
 from kvorum.cluster.frontend import Frontend
 from kvorum.cluster.manager.types import ClusterView
@@ -58,7 +61,9 @@ async def watch(frontend: Frontend, focus: Focus | None, *, tenant: str) -> Asyn
         )
         seen: Json = {"cluster": _describe_cluster(frontend, view, listed)}
         if focus is not None:
-            seen["sequence"] = look and _describe_sequence(look, texts, shows_text=look.row.tenant == tenant)
+            is_private = frontend.tenants.tells_apart or is_loopback(frontend.config.host)
+            shows_text = is_private and look is not None and look.row.tenant == tenant
+            seen["sequence"] = look and _describe_sequence(look, texts, shows_text=shows_text)
         yield seen
         await asyncio.sleep(PERIOD_S)
 
@@ -79,8 +84,14 @@ def _describe_model(frontend: Frontend) -> Json:
 async def _list_sequences(frontend: Frontend) -> dict[str, tuple[SequenceRow, ...]]:
     """Return the sequences of each engine that answers."""
     clients = {client.status.info.engine_id: client for client in frontend.engine_clients() if client.status}
-    answers = await asyncio.gather(*(client.sequences() for client in clients.values()), return_exceptions=True)
-    return {name: rows for name, rows in zip(clients, answers, strict=True) if isinstance(rows, tuple)}
+    return dict(zip(clients, await asyncio.gather(*map(_rows_of, clients.values())), strict=True))
+
+
+async def _rows_of(client: EngineClient) -> tuple[SequenceRow, ...]:
+    try:
+        return await client.sequences()
+    except EngineLostError:
+        return ()
 
 
 async def _look(frontend: Frontend, focus: Focus | None) -> SequenceLook | None:

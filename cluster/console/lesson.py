@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from kvorum.cluster.lab import TALE
 from kvorum.kvstore.errors import InvalidRequestError
 from kvorum.kvstore.policies import MIN_BUDGET_TOKENS
-from kvorum.workers.checkpoint.resolve import resolve
+from kvorum.workers.checkpoint.resolve import Checkpoint, resolve
+from kvorum.workers.checkpoint.tokenizer import Tokenizer
 from kvorum.workers.request import KVParams
+
+if TYPE_CHECKING:
+    from kvorum.workers.lab import CountingBackend
 
 MODEL = "smollm2-135m"
 PROMPT = "The quick brown fox jumps"
@@ -25,15 +30,24 @@ Json = dict[str, Any]
 
 
 class Lesson:
-    """Holds the model. Each method returns JSON; the same arguments give the same answer."""
+    """Holds the model. Each lesson is JSON; the same arguments give the same answer.
 
-    def __init__(self) -> None:
-        """Load the embedded model; raises CheckpointError where it is not installed."""
+    All raise CheckpointError where the embedded model is not installed.
+    """
+
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return resolve(MODEL)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return self._checkpoint.load_tokenizer()
+
+    @cached_property
+    def _backend(self) -> CountingBackend:
         from kvorum.workers.lab import load_backend
 
-        checkpoint = resolve(MODEL)
-        self._tokenizer = checkpoint.load_tokenizer()
-        self._backend = load_backend(checkpoint)
+        return load_backend(self._checkpoint)
 
     def caching(self) -> Json:
         """Say what each token costs, with the cache and without."""

@@ -20,6 +20,7 @@ from kvorum.kvstore.errors import EngineLostError, KvorumError
 Teach = Callable[[str, Mapping[str, int]], Awaitable[Json]]
 
 _IDLE_S = 120.0
+_LESSON_TIMEOUT_S = 120.0
 _MAX_REMEMBERED = 256
 
 
@@ -31,6 +32,7 @@ class LessonRoom:
         self._idle_s = idle_s
         self._actor: Any = None
         self._ending: asyncio.TimerHandle | None = None
+        self._turn = asyncio.Lock()
         self._remembered: OrderedDict[tuple[object, ...], Json] = OrderedDict()
 
     async def teach(self, name: str, arguments: Mapping[str, int]) -> Json:
@@ -39,29 +41,32 @@ class LessonRoom:
         Raises:
             InvalidRequestError: there is no such layer, head or budget.
             CheckpointError: the embedded model is not installed.
-            EngineLostError: the actor died.
+            EngineLostError: the actor died, or takes too long.
         """
         key = (name, *sorted(arguments.items()))
-        if key not in self._remembered:
-            self._remembered[key] = await self._ask(name, arguments)
-            if len(self._remembered) > _MAX_REMEMBERED:
-                self._remembered.popitem(last=False)
-        return self._remembered[key]
+        async with self._turn:
+            if key not in self._remembered:
+                self._remembered[key] = await self._ask(name, arguments)
+                if len(self._remembered) > _MAX_REMEMBERED:
+                    self._remembered.popitem(last=False)
+            return self._remembered[key]
 
     async def _ask(self, name: str, arguments: Mapping[str, int]) -> Json:
-        if self._actor is None:
-            self._actor = ray.remote(Lesson).options(num_cpus=0).remote()
         if self._ending:
             self._ending.cancel()
+        if self._actor is None:
+            self._actor = ray.remote(Lesson).options(num_cpus=0).remote()
         try:
-            lesson: Json = await getattr(self._actor, name).remote(**arguments)
+            async with asyncio.timeout(_LESSON_TIMEOUT_S):
+                lesson: Json = await getattr(self._actor, name).remote(**arguments)
         except RayTaskError as error:
             if isinstance(error.cause, KvorumError):
                 raise error.cause from None
             raise
-        except RayActorError as error:
+        except (RayActorError, TimeoutError) as error:
             self.close()
-            raise EngineLostError(f"no lesson can be given: {error}") from error
+            why = "it takes too long" if isinstance(error, TimeoutError) else str(error)
+            raise EngineLostError(f"no lesson can be given: {why}") from error
         finally:
             self._ending = asyncio.get_running_loop().call_later(self._idle_s, self.close)
         return lesson

@@ -22,9 +22,10 @@ from kvorum.kvstore.errors import InvalidRequestError
 from kvorum.workers.request import RequestId
 
 STATIC = Path(__file__).parent / "static"
+_POLICY = ("default-src 'self'", "base-uri 'none'", "form-action 'self'", "frame-ancestors 'none'")
 _HEADERS = {
     "Cache-Control": "no-cache",
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
+    "Content-Security-Policy": "; ".join(_POLICY),
     "X-Content-Type-Options": "nosniff",
 }
 # The arguments of each lesson.
@@ -34,6 +35,7 @@ _LESSONS: dict[str, tuple[str, ...]] = {"caching": (), "pages": (), "evictions":
 def console_routes(frontend: Frontend, teach: Teach) -> APIRouter:
     """Return the routes below /console."""
     routes = APIRouter(prefix="/console", include_in_schema=False)
+    pages = {file.name: file for file in STATIC.iterdir()}
 
     def operator(http: Request) -> str:
         tenant = call_of(http).tenant = frontend.authenticate(http.headers.get("authorization"))
@@ -62,8 +64,7 @@ def console_routes(frontend: Frontend, teach: Teach) -> APIRouter:
 
     @routes.get("/{name:path}")
     async def page(name: str) -> Response:
-        file = STATIC / (name or "index.html")
-        if file.parent != STATIC or not file.is_file():
+        if (file := pages.get(name or "index.html")) is None:
             raise HTTPException(404, "there is no such page")
         return FileResponse(file, headers=_HEADERS)
 

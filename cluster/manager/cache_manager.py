@@ -145,6 +145,7 @@ class CacheManager:
         self._ceilings.compare_reports(engine.report, report)
         engine.report = report
         for use in changes.started:
+            self._placement.forget(engine.engine_id, use.lease_id)
             self._ledger.begin_use(engine, use, now_s=now_s)
         for lease_id in changes.ended:
             self._end_use(engine, lease_id, now_s)
@@ -213,6 +214,7 @@ class CacheManager:
         engine = self._ledger.home_of(lease_id)
         lease = self._ledger.end_promise(lease_id)
         if engine and lease:
+            self._placement.forget(engine.engine_id, lease_id)
             self._ready.add(lease.tenant)
             self._roomier[engine.engine_id] = None
             self._allowances.touch(engine.engine_id)
@@ -291,6 +293,7 @@ class CacheManager:
                 return
             self._ledger.drop_engine(engine)
             self._allowances.drop(engine_id)
+            self._placement.forget_engine(engine_id)
             self._missing.discard(engine_id)
             self._room.try_all_again()
 

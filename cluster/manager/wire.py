@@ -197,6 +197,7 @@ def _report_to_pb(report: EngineReport) -> pb.EngineReport:
         price=report.price,
         tenants={name: pb.TenantUse(**asdict(use)) for name, use in report.tenants.items()},
         reclaimed={str(step): count for step, count in report.reclaimed.items()},
+        unread_tokens=report.unread_tokens,
     )
 
 
@@ -208,6 +209,7 @@ def _report_from_pb(message: pb.EngineReport) -> EngineReport:
         price=message.price,
         tenants={name: _use_from_pb(use) for name, use in message.tenants.items()},
         reclaimed={LadderStep(step): count for step, count in message.reclaimed.items()},
+        unread_tokens=message.unread_tokens,
     )
 
 

@@ -125,6 +125,12 @@ class SimEngine:
         """Sequences that it runs or queues."""
         return len(self.waiting) + len(self.decoding) + (self._reading is not None)
 
+    @property
+    def unread_tokens(self) -> float:
+        """Tokens of prompts that are still to be read."""
+        reading = max(0.0, self._read_done_s - self.now_s) * self.spec.prefill_tokens_per_s if self._reading else 0.0
+        return reading + sum(sequence.tokens_to_read for sequence in self.waiting)
+
     def submit(self, sequence: SimSequence) -> None:
         """Queue a sequence."""
         self.waiting.append(sequence)

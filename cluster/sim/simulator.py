@@ -29,7 +29,7 @@ from kvorum.cluster.manager.types import (
 from kvorum.cluster.sim.engine_model import BLOCK_SIZE, EngineSpec, SimEngine, SimSequence
 from kvorum.kvstore.pricing import DEFAULT_RULE
 from kvorum.kvstore.types import blocks_for
-from kvorum.workers.governance import EngineReport, TenantUse
+from kvorum.workers.governance import EngineReport, LeaseUse, TenantUse
 
 STATIC_SHARE = 0.25
 _TICK_S = 0.5
@@ -186,6 +186,8 @@ class _Simulation:
         engine = self._engines[name]
         self._advance(engine, now_s)
         engine.submit(sequence)
+        if self._managed:
+            self._managed.report(engine, now_s, started=sequence)
         self._plan_wake(engine)
 
     def _wake(self, wake: tuple[float, str], now_s: float) -> None:
@@ -197,13 +199,15 @@ class _Simulation:
     def _advance(self, engine: SimEngine, now_s: float) -> None:
         """Move an engine to a time, over all that happens to it until then."""
         done: list[SimSequence] = []
+        has_changed = False
         while (next_s := engine.next_event_s()) <= now_s:
             done += engine.advance(next_s)
+            has_changed = True
         done += engine.advance(now_s)
         for sequence in done:
             self._reserved[engine.name] -= blocks_for(sequence.context_tokens + 1, BLOCK_SIZE)
-        if done and self._managed:
-            self._managed.end(engine, done, now_s)
+        if has_changed and self._managed:
+            self._managed.report(engine, now_s, done=done)
             self._settle(now_s)
 
     def _plan_wake(self, engine: SimEngine) -> None:
@@ -230,12 +234,10 @@ class _Managed:
             self._manager.connect(facts, EngineReport(blocks, blocks, 0), (), 0.0)
 
     def ask(self, sequence: SimSequence, now_s: float) -> None:
-        whole = blocks_for(sequence.context_tokens + 1, BLOCK_SIZE)
-        reserved = whole if sequence.least is None else min(whole, sequence.least + 1)
         request = AdmitRequest(
             sequence.name,
             sequence.tenant,
-            (reserved,),
+            (self._reserved_blocks(sequence),),
             sequence.context_tokens,
             self._setup.max_wait_s,
             prefix_runs=sequence.block_ids,
@@ -245,17 +247,33 @@ class _Managed:
         self._note(sequence.name, outcome)
         self._sweep(now_s)
 
-    def end(self, engine: SimEngine, done: Sequence[SimSequence], now_s: float) -> None:
-        """Report what has ended on an engine, and what is held there; the routers release the leases."""
+    def report(
+        self,
+        engine: SimEngine,
+        now_s: float,
+        *,
+        started: SimSequence | None = None,
+        done: Sequence[SimSequence] = (),
+    ) -> None:
+        """Report what has come and ended on an engine, and what is held there; the routers release the leases."""
         self._numbers[engine.name] += 1
         blocks = self._setup.spec.num_blocks
         held = min(blocks, int(engine.held_blocks))
-        report = EngineReport(blocks, blocks - held, 0, tenants={done[0].tenant: TenantUse(held=held)})
-        changes = LeaseChanges((), tuple(sequence.name for sequence in done))
+        # Whose they are does not matter to a manager that is asked for no ceilings.
+        use = {self._setup.tenants[0].limits.name: TenantUse(held=held)}
+        unread = int(engine.unread_tokens)
+        report = EngineReport(blocks, blocks - held, 0, tenants=use, unread_tokens=unread)
+        uses = (LeaseUse(started.name, started.tenant, self._reserved_blocks(started)),) if started else ()
+        changes = LeaseChanges(uses, tuple(sequence.name for sequence in done))
         self._manager.take_report(engine.name, 1, self._numbers[engine.name], report, changes, now_s)
         for sequence in done:
             self._manager.release(sequence.name, now_s)
         self._sweep(now_s)
+
+    @staticmethod
+    def _reserved_blocks(sequence: SimSequence) -> int:
+        whole = blocks_for(sequence.context_tokens + 1, BLOCK_SIZE)
+        return whole if sequence.least is None else min(whole, sequence.least + 1)
 
     def tick(self, now_s: float) -> None:
         self._manager.tick(now_s)

@@ -230,7 +230,13 @@ def test_pages_come_from_here_alone_and_nothing_else_does() -> None:
                 assert page.content == file.read_bytes()
                 assert "default-src 'self'" in page.headers["content-security-policy"]
             assert (await client.get("/console/")).content == (STATIC / "index.html").read_bytes()
-            for path in ("/console/none.js", "/console/../routes.py", "/console/%2e%2e/routes.py", "/console/a/b.js"):
+            for path in (
+                "/console/none.js",
+                "/console/../routes.py",
+                "/console/%2e%2e/routes.py",
+                "/console/a/b.js",
+                "/console/" + "x" * 300,
+            ):
                 assert (await client.get(path)).status_code == 404
 
     asyncio.run(main())

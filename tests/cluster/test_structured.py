@@ -9,12 +9,15 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from llguidance import LLMatcher
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 
-from kvorum.cluster.structured import MAX_GRAMMAR_CHARS
+from kvorum.cluster.structured import MAX_GRAMMAR_CHARS, StructuredOutputs, form_of
 from kvorum.protos.inference.v1 import inference_pb2 as pb
 from kvtest.servers import assert_refused, grpc_stub, http_client
 from kvtest.stack import Stack, running_stack
+from kvtest.tiny_model import byte_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
@@ -34,7 +37,7 @@ GIVEN = [
     ({"structured_outputs": {"json": SCHEMA}}, "age"),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "age"),
     ({"structured_outputs": {"regex": "[0-9]+"}}, "[0-9]+"),
-    ({"structured_outputs": {"choice": ["yes", 'n"o']}}, "yes"),
+    ({"structured_outputs": {"choice": ["yes", 'n"o']}}, "yes|n"),
     ({"response_format": {"type": "text"}}, None),
     ({}, None),
 ]
@@ -75,7 +78,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "strin",
     ),
     ({"structured_outputs": {"json": {"if": {}}}}, "structured_outputs.json", "cannot be followed"),
-    ({"structured_outputs": {"json": "{nope"}}, "structured_outputs.json", "not JSON"),
+    ({"structured_outputs": {"json": "{nope"}}, "structured_outputs.json", "no JSON schema"),
+    *(
+        ({"structured_outputs": {"json": text}}, "structured_outputs.json", "")
+        for text in ("[1]", "true", '"x"', "NaN", "[" * 5000, '{"minimum": 1e999}', '{"a": "\\ud800"}')
+    ),
+    ({"structured_outputs": {"json": {"minimum": 10**400}}}, "structured_outputs.json", ""),
+    ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice[0]", "at least 1"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
     ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex", "look-ahead"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
@@ -99,6 +108,44 @@ def test_what_cannot_be_followed_is_refused_by_name(fields: dict[str, Any], para
             assert text in error["message"]
 
     asyncio.run(main())
+
+
+HARD = [
+    {"type": "integer", "multipleOf": 9_999_991},
+    {"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}.*"} for n in range(17)]},
+]
+
+
+@pytest.mark.parametrize("schema", HARD)
+def test_a_schema_that_takes_too_long_is_refused_and_holds_nobody_up(schema: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with running_stack() as stack, http_client(stack) as client:
+            asked = asyncio.create_task(post(client, structured_outputs={"json": schema}))
+            answered = 0
+            while not asked.done():
+                answered += (await client.get("/health")).status_code == 200
+                await asyncio.sleep(0.01)
+            assert asked.result().status_code == 400
+            assert asked.result().json()["error"]["param"] == "structured_outputs.json"
+            assert answered > 10
+            good = await post(client, structured_outputs={"choice": ["yes"]})
+            assert good.status_code == 200, "the next one is tried by a new process"
+
+    asyncio.run(main())
+
+
+@given(st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=4))
+def test_choices_of_any_characters_are_just_those(texts: list[str]) -> None:
+    form = form_of(None, StructuredOutputs(choice=texts))
+    tokenizer = byte_tokenizer()
+    vocabulary = LLTokenizer(tokenizer.to_json(), eos_token=256)
+    for text in texts:
+        matcher = LLMatcher(vocabulary, form.grammar, log_level=0)
+        assert matcher.consume_tokens(list(text.encode()))
+        assert matcher.is_accepting()
+    other = LLMatcher(vocabulary, form.grammar, log_level=0)
+    wrong = texts[0].encode() + b"~~~~~~~"
+    assert not other.consume_tokens(list(wrong))
 
 
 def test_grpc_has_the_same_ways_and_refusals() -> None:

@@ -12,7 +12,6 @@ from llguidance import LLMatcher, LLTokenizer
 
 from kvorum.kernels.plan import SequenceStep
 from kvorum.kvstore.types import SeqId
-from kvorum.workers import grammar as module
 from kvorum.workers.grammar import GrammarSampler
 from kvorum.workers.plan import RowPlan, SampleRequest
 from kvorum.workers.request import SamplingParams
@@ -84,27 +83,27 @@ def test_an_answer_goes_on_wherever_it_is_taken_up() -> None:
     assert (kept.token_id, other_sequence_with_that_number.token_id) == (ord("1"), END)
 
 
-def test_matchers_of_sequences_that_are_gone_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_MATCHERS", 2)
+def test_matchers_of_sequences_that_are_gone_are_let_go() -> None:
     sampler = GrammarSampler(vocabulary)
     for seq_id in range(5):
         assert answer_of(sampler, GREEDY, wanting(ord("1")), seq_id=seq_id) == "111"
-    assert list(sampler._progress) == [3, 4]
+    assert list(sampler._progress) == [4]
 
 
-def test_an_answer_that_cannot_follow_any_more_ends(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_answer_that_cannot_follow_any_more_is_cut_and_nothing_of_it_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     sampler = GrammarSampler(vocabulary)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.DEBUG):
         (sample,) = sampler(wanting(ord("1"))[None], [row(0, GREEDY, [ord("x")])])
-    assert sample.token_id == END
-    assert "cannot be followed" in caplog.text
+    assert (sample.token_id, sample.is_cut) == (END, True)
+    assert caplog.text == ""
 
 
 def test_an_answer_whose_grammar_is_at_its_end_ends() -> None:
     sampler = GrammarSampler(vocabulary)
-    for answer in ([ord("1")] * 3, [*b"111", END]):
-        (sample,) = sampler(wanting(ord("1"))[None], [row(0, GREEDY, answer)])
-        assert sample.token_id == END
+    (sample,) = sampler(wanting(ord("1"))[None], [row(0, GREEDY, [*b"111"])])
+    assert (sample.token_id, sample.is_cut) == (END, False)
 
 
 def test_log_probabilities_leave_out_what_is_not_possible() -> None:

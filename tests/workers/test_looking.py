@@ -21,7 +21,7 @@ from kvorum.workers.looking import Phase, SequenceLook, SequenceRow
 from kvorum.workers.looking_wire import look_from_pb, look_to_pb, rows_from_pb, rows_to_pb
 from kvorum.workers.plan import HeadQuery, HeadSlots, StepPlan, StepResult
 from kvorum.workers.request import EngineInfo, EventKind, KVParams, RequestId, SequenceEvent
-from kvtest.engines import request, rig
+from kvtest.engines import FULL, request, rig
 from kvtest.models import random_weights, reference_backend, tiny_spec
 
 LAYER, KV_HEAD = 1, 1
@@ -117,13 +117,13 @@ class Held(FakeExecutor):
         return await super().execute(plan)
 
 
-def on_a_held_engine(test: Callable[[Engine, Held], Awaitable[None]]) -> None:
+def on_a_held_engine(test: Callable[[Engine, Held], Awaitable[None]], *, kv: KVParams = FULL) -> None:
     async def go() -> None:
         executor = Held()
         engine = Engine(INFO, executor, EngineOptions(max_num_batched_tokens=64, enable_prefix_caching=True))
         await engine.start()
         session = engine.open_session()
-        session.submit(request("runs", [1, 2, 3], max_tokens=4))
+        session.submit(request("runs" if kv is FULL else "evicts", [1, 2, 3], max_tokens=4, kv=kv))
         session.submit(request("waits", [4, 5], max_tokens=4))
         while executor.steps < 2:
             await asyncio.sleep(0)
@@ -177,6 +177,22 @@ def test_who_looks_at_an_engine_that_fails_is_told_so() -> None:
             await engine.look(RequestId("runs"), layer=0, kv_head=0)
 
     on_a_held_engine(test)
+
+
+def test_who_looks_when_a_rank_is_lost_over_it_is_told_so() -> None:
+    async def test(engine: Engine, executor: Held) -> None:
+        async def fail(query: HeadQuery) -> HeadSlots:
+            raise RuntimeError("a rank burned down")
+
+        executor.look = fail  # type: ignore[method-assign]
+        looks = [asyncio.create_task(engine.look(RequestId("evicts"), layer=0, kv_head=0)) for _ in range(3)]
+        await asyncio.sleep(0)
+        executor.go.set()
+        for look in looks:
+            with pytest.raises(EngineLostError, match="failed"):
+                await look
+
+    on_a_held_engine(test, kv=KVParams("h2o", 16))
 
 
 counts = st.integers(0, 2**32 - 1)

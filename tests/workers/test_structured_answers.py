@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvorum.cluster.structured import StructuredOutputs, grammar_of
+from kvorum.cluster.structured import StructuredOutputs, form_of
 from kvorum.workers.config import EngineConfig
 from kvorum.workers.engine import build_engine
 from kvorum.workers.local import LocalExecutor
@@ -46,7 +46,7 @@ def test_answers_follow_their_grammars_sampled_evicted_and_side_by_side() -> Non
         EngineRequest(
             RequestId(f"{name}{seed}"),
             tuple(tokenizer.encode(prompt)),
-            replace(free, seed=seed, grammar=grammar_of(None, StructuredOutputs.model_validate(way))),
+            replace(free, seed=seed, grammar=form_of(None, StructuredOutputs.model_validate(way)).grammar),
             KVParams("h2o", 32) if seed else KVParams(),
         )
         for name, way in WAYS.items()

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvorum/protos/cache/v1/cache.proto\x12\x0fkvorum.cache.v1\"\x94\x01\n\x0c\x41\x64mitRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x17\n\x0fsequence_blocks\x18\x03 \x03(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x12\n\nmax_wait_s\x18\x05 \x01(\x01\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\x13\n\x0bprefix_runs\x18\x07 \x03(\x06\"p\n\rAdmitResponse\x12\'\n\x05grant\x18\x01 \x01(\x0b\x32\x16.kvorum.cache.v1.GrantH\x00\x12+\n\x07refusal\x18\x02 \x01(\x0b\x32\x18.kvorum.cache.v1.RefusalH\x00\x42\t\n\x07outcome\"\x1a\n\x05Grant\x12\x11\n\tengine_id\x18\x01 \x01(\t\"x\n\x07Refusal\x12.\n\x06reason\x18\x01 \x01(\x0e\x32\x1e.kvorum.cache.v1.RefusalReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1a\n\rretry_after_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_retry_after_s\"O\n\x0cRenewRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12,\n\x06leases\x18\x02 \x03(\x0b\x32\x1c.kvorum.cache.v1.LeaseRecord\"[\n\x0bLeaseRecord\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x17\n\x0fsequence_blocks\x18\x04 \x03(\r\"\x96\x01\n\rRenewResponse\x12:\n\x06shares\x18\x01 \x03(\x0b\x32*.kvorum.cache.v1.RenewResponse.SharesEntry\x1aI\n\x0bSharesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.kvorum.cache.v1.SafeShare:\x02\x38\x01\"E\n\tSafeShare\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\x18\n\x0bmax_running\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_max_running\"#\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\"\x11\n\x0fReleaseResponse\"\x98\x01\n\x11\x43oordinateRequest\x12-\n\x08snapshot\x18\x01 \x01(\x0b\x32\x19.kvorum.cache.v1.SnapshotH\x00\x12\'\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x16.kvorum.cache.v1.DeltaH\x00\x12 \n\x16\x61\x63knowledged_directive\x18\x03 \x01(\x04H\x00\x42\t\n\x07message\"\x9d\x01\n\x08Snapshot\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\rmax_sequences\x18\x03 \x01(\r\x12-\n\x06report\x18\x04 \x01(\x0b\x32\x1d.kvorum.cache.v1.EngineReport\x12)\n\x06leases\x18\x05 \x03(\x0b\x32\x19.kvorum.cache.v1.LeaseUse\"\x81\x01\n\x05\x44\x65lta\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12-\n\x06report\x18\x02 \x01(\x0b\x32\x1d.kvorum.cache.v1.EngineReport\x12*\n\x07started\x18\x03 \x03(\x0b\x32\x19.kvorum.cache.v1.LeaseUse\x12\r\n\x05\x65nded\x18\x04 \x03(\t\"\xdb\x02\n\x0c\x45ngineReport\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_blocks\x18\x03 \x01(\r\x12\r\n\x05price\x18\x04 \x01(\x01\x12;\n\x07tenants\x18\x05 \x03(\x0b\x32*.kvorum.cache.v1.EngineReport.TenantsEntry\x12?\n\treclaimed\x18\x06 \x03(\x0b\x32,.kvorum.cache.v1.EngineReport.ReclaimedEntry\x1aJ\n\x0cTenantsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.kvorum.cache.v1.TenantUse:\x02\x38\x01\x1a\x30\n\x0eReclaimedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\\\n\tTenantUse\x12\x0c\n\x04held\x18\x01 \x01(\r\x12\x10\n\x08reserved\x18\x02 \x01(\r\x12\x0f\n\x07\x65lastic\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\r\x12\x0e\n\x06worths\x18\x05 \x03(\r\"E\n\x08LeaseUse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x17\n\x0freserved_blocks\x18\x03 \x01(\r\"\xba\x01\n\x12\x43oordinateResponse\x12/\n\tdirective\x18\x01 \x01(\x0b\x32\x1a.kvorum.cache.v1.DirectiveH\x00\x12\x37\n\rsend_snapshot\x18\x02 \x01(\x0b\x32\x1e.kvorum.cache.v1.SnapshotOrderH\x00\x12/\n\theartbeat\x18\x03 \x01(\x0b\x32\x1a.kvorum.cache.v1.HeartbeatH\x00\x42\t\n\x07message\"\xa6\x01\n\tDirective\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12>\n\nallowances\x18\x02 \x03(\x0b\x32*.kvorum.cache.v1.Directive.AllowancesEntry\x12\x16\n\x0ereclaim_blocks\x18\x03 \x01(\r\x1a\x31\n\x0f\x41llowancesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x0f\n\rSnapshotOrder\"\x0b\n\tHeartbeat\"\x0e\n\x0cWatchRequest\"\xe4\x01\n\rWatchResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12,\n\x07\x65ngines\x18\x02 \x03(\x0b\x32\x1b.kvorum.cache.v1.EngineView\x12,\n\x07tenants\x18\x03 \x03(\x0b\x32\x1b.kvorum.cache.v1.TenantView\x12\x14\n\x0cgone_engines\x18\x04 \x03(\t\x12\x14\n\x0cgone_tenants\x18\x05 \x03(\t\x12\r\n\x05price\x18\x06 \x01(\x01\x12\x14\n\x0c\x64rift_blocks\x18\x07 \x01(\x12\x12\x16\n\x0eoldest_lease_s\x18\x08 \x01(\x01\"\xa3\x02\n\nEngineView\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0ctotal_blocks\x18\x02 \x01(\r\x12\x13\n\x0bheld_blocks\x18\x03 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x04 \x01(\r\x12\x15\n\rcached_blocks\x18\x05 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\r\x12\x12\n\nnum_leases\x18\x07 \x01(\r\x12\r\n\x05price\x18\x08 \x01(\x01\x12=\n\treclaimed\x18\t \x03(\x0b\x32*.kvorum.cache.v1.EngineView.ReclaimedEntry\x1a\x30\n\x0eReclaimedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xfe\x02\n\nTenantView\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0bheld_blocks\x18\x02 \x01(\x04\x12\x17\n\x0freserved_blocks\x18\x03 \x01(\x04\x12\x15\n\rcached_blocks\x18\x04 \x01(\x04\x12\x14\n\x0c\x66loor_blocks\x18\x05 \x01(\x04\x12\x1b\n\x0e\x63\x65iling_blocks\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0bnum_running\x18\x07 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x08 \x01(\r\x12\x16\n\x0e\x61\x64mitted_total\x18\t \x01(\x04\x12\x44\n\rrefused_total\x18\n \x03(\x0b\x32-.kvorum.cache.v1.TenantView.RefusedTotalEntry\x12\x18\n\x10share_of_service\x18\x0b \x01(\x01\x1a\x33\n\x11RefusedTotalEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x11\n\x0f_ceiling_blocks*\x9c\x02\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19REFUSAL_REASON_NEVER_FITS\x10\x01\x12\x1e\n\x1aREFUSAL_REASON_CONCURRENCY\x10\x02\x12\x17\n\x13REFUSAL_REASON_RATE\x10\x03\x12\x18\n\x14REFUSAL_REASON_QUOTA\x10\x04\x12\x1b\n\x17REFUSAL_REASON_CAPACITY\x10\x05\x12\x1c\n\x18REFUSAL_REASON_NO_ENGINE\x10\x06\x12\x1b\n\x17REFUSAL_REASON_DEADLINE\x10\x07\x12!\n\x1dREFUSAL_REASON_UNKNOWN_TENANT\x10\x08\x32\x98\x03\n\x13\x43\x61\x63heManagerService\x12\x46\n\x05\x41\x64mit\x12\x1d.kvorum.cache.v1.AdmitRequest\x1a\x1e.kvorum.cache.v1.AdmitResponse\x12\x46\n\x05Renew\x12\x1d.kvorum.cache.v1.RenewRequest\x1a\x1e.kvorum.cache.v1.RenewResponse\x12L\n\x07Release\x12\x1f.kvorum.cache.v1.ReleaseRequest\x1a .kvorum.cache.v1.ReleaseResponse\x12Y\n\nCoordinate\x12\".kvorum.cache.v1.CoordinateRequest\x1a#.kvorum.cache.v1.CoordinateResponse(\x01\x30\x01\x12H\n\x05Watch\x12\x1d.kvorum.cache.v1.WatchRequest\x1a\x1e.kvorum.cache.v1.WatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvorum/protos/cache/v1/cache.proto\x12\x0fkvorum.cache.v1\"\x94\x01\n\x0c\x41\x64mitRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x17\n\x0fsequence_blocks\x18\x03 \x03(\r\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x12\n\nmax_wait_s\x18\x05 \x01(\x01\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\x13\n\x0bprefix_runs\x18\x07 \x03(\x06\"p\n\rAdmitResponse\x12\'\n\x05grant\x18\x01 \x01(\x0b\x32\x16.kvorum.cache.v1.GrantH\x00\x12+\n\x07refusal\x18\x02 \x01(\x0b\x32\x18.kvorum.cache.v1.RefusalH\x00\x42\t\n\x07outcome\"\x1a\n\x05Grant\x12\x11\n\tengine_id\x18\x01 \x01(\t\"x\n\x07Refusal\x12.\n\x06reason\x18\x01 \x01(\x0e\x32\x1e.kvorum.cache.v1.RefusalReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x1a\n\rretry_after_s\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_retry_after_s\"O\n\x0cRenewRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12,\n\x06leases\x18\x02 \x03(\x0b\x32\x1c.kvorum.cache.v1.LeaseRecord\"[\n\x0bLeaseRecord\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x17\n\x0fsequence_blocks\x18\x04 \x03(\r\"\x96\x01\n\rRenewResponse\x12:\n\x06shares\x18\x01 \x03(\x0b\x32*.kvorum.cache.v1.RenewResponse.SharesEntry\x1aI\n\x0bSharesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.kvorum.cache.v1.SafeShare:\x02\x38\x01\"E\n\tSafeShare\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\x18\n\x0bmax_running\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_max_running\"#\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\t\"\x11\n\x0fReleaseResponse\"\x98\x01\n\x11\x43oordinateRequest\x12-\n\x08snapshot\x18\x01 \x01(\x0b\x32\x19.kvorum.cache.v1.SnapshotH\x00\x12\'\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x16.kvorum.cache.v1.DeltaH\x00\x12 \n\x16\x61\x63knowledged_directive\x18\x03 \x01(\x04H\x00\x42\t\n\x07message\"\x9d\x01\n\x08Snapshot\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\rmax_sequences\x18\x03 \x01(\r\x12-\n\x06report\x18\x04 \x01(\x0b\x32\x1d.kvorum.cache.v1.EngineReport\x12)\n\x06leases\x18\x05 \x03(\x0b\x32\x19.kvorum.cache.v1.LeaseUse\"\x81\x01\n\x05\x44\x65lta\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12-\n\x06report\x18\x02 \x01(\x0b\x32\x1d.kvorum.cache.v1.EngineReport\x12*\n\x07started\x18\x03 \x03(\x0b\x32\x19.kvorum.cache.v1.LeaseUse\x12\r\n\x05\x65nded\x18\x04 \x03(\t\"\xf2\x02\n\x0c\x45ngineReport\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_blocks\x18\x03 \x01(\r\x12\r\n\x05price\x18\x04 \x01(\x01\x12;\n\x07tenants\x18\x05 \x03(\x0b\x32*.kvorum.cache.v1.EngineReport.TenantsEntry\x12?\n\treclaimed\x18\x06 \x03(\x0b\x32,.kvorum.cache.v1.EngineReport.ReclaimedEntry\x12\x15\n\runread_tokens\x18\x07 \x01(\x04\x1aJ\n\x0cTenantsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.kvorum.cache.v1.TenantUse:\x02\x38\x01\x1a\x30\n\x0eReclaimedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\\\n\tTenantUse\x12\x0c\n\x04held\x18\x01 \x01(\r\x12\x10\n\x08reserved\x18\x02 \x01(\r\x12\x0f\n\x07\x65lastic\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\r\x12\x0e\n\x06worths\x18\x05 \x03(\r\"E\n\x08LeaseUse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x17\n\x0freserved_blocks\x18\x03 \x01(\r\"\xba\x01\n\x12\x43oordinateResponse\x12/\n\tdirective\x18\x01 \x01(\x0b\x32\x1a.kvorum.cache.v1.DirectiveH\x00\x12\x37\n\rsend_snapshot\x18\x02 \x01(\x0b\x32\x1e.kvorum.cache.v1.SnapshotOrderH\x00\x12/\n\theartbeat\x18\x03 \x01(\x0b\x32\x1a.kvorum.cache.v1.HeartbeatH\x00\x42\t\n\x07message\"\xa6\x01\n\tDirective\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12>\n\nallowances\x18\x02 \x03(\x0b\x32*.kvorum.cache.v1.Directive.AllowancesEntry\x12\x16\n\x0ereclaim_blocks\x18\x03 \x01(\r\x1a\x31\n\x0f\x41llowancesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x0f\n\rSnapshotOrder\"\x0b\n\tHeartbeat\"\x0e\n\x0cWatchRequest\"\xe4\x01\n\rWatchResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12,\n\x07\x65ngines\x18\x02 \x03(\x0b\x32\x1b.kvorum.cache.v1.EngineView\x12,\n\x07tenants\x18\x03 \x03(\x0b\x32\x1b.kvorum.cache.v1.TenantView\x12\x14\n\x0cgone_engines\x18\x04 \x03(\t\x12\x14\n\x0cgone_tenants\x18\x05 \x03(\t\x12\r\n\x05price\x18\x06 \x01(\x01\x12\x14\n\x0c\x64rift_blocks\x18\x07 \x01(\x12\x12\x16\n\x0eoldest_lease_s\x18\x08 \x01(\x01\"\xa3\x02\n\nEngineView\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0ctotal_blocks\x18\x02 \x01(\r\x12\x13\n\x0bheld_blocks\x18\x03 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x04 \x01(\r\x12\x15\n\rcached_blocks\x18\x05 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\r\x12\x12\n\nnum_leases\x18\x07 \x01(\r\x12\r\n\x05price\x18\x08 \x01(\x01\x12=\n\treclaimed\x18\t \x03(\x0b\x32*.kvorum.cache.v1.EngineView.ReclaimedEntry\x1a\x30\n\x0eReclaimedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xfe\x02\n\nTenantView\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0bheld_blocks\x18\x02 \x01(\x04\x12\x17\n\x0freserved_blocks\x18\x03 \x01(\x04\x12\x15\n\rcached_blocks\x18\x04 \x01(\x04\x12\x14\n\x0c\x66loor_blocks\x18\x05 \x01(\x04\x12\x1b\n\x0e\x63\x65iling_blocks\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0bnum_running\x18\x07 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x08 \x01(\r\x12\x16\n\x0e\x61\x64mitted_total\x18\t \x01(\x04\x12\x44\n\rrefused_total\x18\n \x03(\x0b\x32-.kvorum.cache.v1.TenantView.RefusedTotalEntry\x12\x18\n\x10share_of_service\x18\x0b \x01(\x01\x1a\x33\n\x11RefusedTotalEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x11\n\x0f_ceiling_blocks*\x9c\x02\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19REFUSAL_REASON_NEVER_FITS\x10\x01\x12\x1e\n\x1aREFUSAL_REASON_CONCURRENCY\x10\x02\x12\x17\n\x13REFUSAL_REASON_RATE\x10\x03\x12\x18\n\x14REFUSAL_REASON_QUOTA\x10\x04\x12\x1b\n\x17REFUSAL_REASON_CAPACITY\x10\x05\x12\x1c\n\x18REFUSAL_REASON_NO_ENGINE\x10\x06\x12\x1b\n\x17REFUSAL_REASON_DEADLINE\x10\x07\x12!\n\x1dREFUSAL_REASON_UNKNOWN_TENANT\x10\x08\x32\x98\x03\n\x13\x43\x61\x63heManagerService\x12\x46\n\x05\x41\x64mit\x12\x1d.kvorum.cache.v1.AdmitRequest\x1a\x1e.kvorum.cache.v1.AdmitResponse\x12\x46\n\x05Renew\x12\x1d.kvorum.cache.v1.RenewRequest\x1a\x1e.kvorum.cache.v1.RenewResponse\x12L\n\x07Release\x12\x1f.kvorum.cache.v1.ReleaseRequest\x1a .kvorum.cache.v1.ReleaseResponse\x12Y\n\nCoordinate\x12\".kvorum.cache.v1.CoordinateRequest\x1a#.kvorum.cache.v1.CoordinateResponse(\x01\x30\x01\x12H\n\x05Watch\x12\x1d.kvorum.cache.v1.WatchRequest\x1a\x1e.kvorum.cache.v1.WatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,8 +43,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENGINEVIEW_RECLAIMEDENTRY']._serialized_options = b'8\001'
   _globals['_TENANTVIEW_REFUSEDTOTALENTRY']._loaded_options = None
   _globals['_TENANTVIEW_REFUSEDTOTALENTRY']._serialized_options = b'8\001'
-  _globals['_REFUSALREASON']._serialized_start=3201
-  _globals['_REFUSALREASON']._serialized_end=3485
+  _globals['_REFUSALREASON']._serialized_start=3224
+  _globals['_REFUSALREASON']._serialized_end=3508
   _globals['_ADMITREQUEST']._serialized_start=56
   _globals['_ADMITREQUEST']._serialized_end=204
   _globals['_ADMITRESPONSE']._serialized_start=206
@@ -74,37 +74,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DELTA']._serialized_start=1240
   _globals['_DELTA']._serialized_end=1369
   _globals['_ENGINEREPORT']._serialized_start=1372
-  _globals['_ENGINEREPORT']._serialized_end=1719
-  _globals['_ENGINEREPORT_TENANTSENTRY']._serialized_start=1595
-  _globals['_ENGINEREPORT_TENANTSENTRY']._serialized_end=1669
-  _globals['_ENGINEREPORT_RECLAIMEDENTRY']._serialized_start=1671
-  _globals['_ENGINEREPORT_RECLAIMEDENTRY']._serialized_end=1719
-  _globals['_TENANTUSE']._serialized_start=1721
-  _globals['_TENANTUSE']._serialized_end=1813
-  _globals['_LEASEUSE']._serialized_start=1815
-  _globals['_LEASEUSE']._serialized_end=1884
-  _globals['_COORDINATERESPONSE']._serialized_start=1887
-  _globals['_COORDINATERESPONSE']._serialized_end=2073
-  _globals['_DIRECTIVE']._serialized_start=2076
-  _globals['_DIRECTIVE']._serialized_end=2242
-  _globals['_DIRECTIVE_ALLOWANCESENTRY']._serialized_start=2193
-  _globals['_DIRECTIVE_ALLOWANCESENTRY']._serialized_end=2242
-  _globals['_SNAPSHOTORDER']._serialized_start=2244
-  _globals['_SNAPSHOTORDER']._serialized_end=2259
-  _globals['_HEARTBEAT']._serialized_start=2261
-  _globals['_HEARTBEAT']._serialized_end=2272
-  _globals['_WATCHREQUEST']._serialized_start=2274
-  _globals['_WATCHREQUEST']._serialized_end=2288
-  _globals['_WATCHRESPONSE']._serialized_start=2291
-  _globals['_WATCHRESPONSE']._serialized_end=2519
-  _globals['_ENGINEVIEW']._serialized_start=2522
-  _globals['_ENGINEVIEW']._serialized_end=2813
-  _globals['_ENGINEVIEW_RECLAIMEDENTRY']._serialized_start=1671
-  _globals['_ENGINEVIEW_RECLAIMEDENTRY']._serialized_end=1719
-  _globals['_TENANTVIEW']._serialized_start=2816
-  _globals['_TENANTVIEW']._serialized_end=3198
-  _globals['_TENANTVIEW_REFUSEDTOTALENTRY']._serialized_start=3128
-  _globals['_TENANTVIEW_REFUSEDTOTALENTRY']._serialized_end=3179
-  _globals['_CACHEMANAGERSERVICE']._serialized_start=3488
-  _globals['_CACHEMANAGERSERVICE']._serialized_end=3896
+  _globals['_ENGINEREPORT']._serialized_end=1742
+  _globals['_ENGINEREPORT_TENANTSENTRY']._serialized_start=1618
+  _globals['_ENGINEREPORT_TENANTSENTRY']._serialized_end=1692
+  _globals['_ENGINEREPORT_RECLAIMEDENTRY']._serialized_start=1694
+  _globals['_ENGINEREPORT_RECLAIMEDENTRY']._serialized_end=1742
+  _globals['_TENANTUSE']._serialized_start=1744
+  _globals['_TENANTUSE']._serialized_end=1836
+  _globals['_LEASEUSE']._serialized_start=1838
+  _globals['_LEASEUSE']._serialized_end=1907
+  _globals['_COORDINATERESPONSE']._serialized_start=1910
+  _globals['_COORDINATERESPONSE']._serialized_end=2096
+  _globals['_DIRECTIVE']._serialized_start=2099
+  _globals['_DIRECTIVE']._serialized_end=2265
+  _globals['_DIRECTIVE_ALLOWANCESENTRY']._serialized_start=2216
+  _globals['_DIRECTIVE_ALLOWANCESENTRY']._serialized_end=2265
+  _globals['_SNAPSHOTORDER']._serialized_start=2267
+  _globals['_SNAPSHOTORDER']._serialized_end=2282
+  _globals['_HEARTBEAT']._serialized_start=2284
+  _globals['_HEARTBEAT']._serialized_end=2295
+  _globals['_WATCHREQUEST']._serialized_start=2297
+  _globals['_WATCHREQUEST']._serialized_end=2311
+  _globals['_WATCHRESPONSE']._serialized_start=2314
+  _globals['_WATCHRESPONSE']._serialized_end=2542
+  _globals['_ENGINEVIEW']._serialized_start=2545
+  _globals['_ENGINEVIEW']._serialized_end=2836
+  _globals['_ENGINEVIEW_RECLAIMEDENTRY']._serialized_start=1694
+  _globals['_ENGINEVIEW_RECLAIMEDENTRY']._serialized_end=1742
+  _globals['_TENANTVIEW']._serialized_start=2839
+  _globals['_TENANTVIEW']._serialized_end=3221
+  _globals['_TENANTVIEW_REFUSEDTOTALENTRY']._serialized_start=3151
+  _globals['_TENANTVIEW_REFUSEDTOTALENTRY']._serialized_end=3202
+  _globals['_CACHEMANAGERSERVICE']._serialized_start=3511
+  _globals['_CACHEMANAGERSERVICE']._serialized_end=3919
 # @@protoc_insertion_point(module_scope)

@@ -158,7 +158,7 @@ class Delta(_message.Message):
     def __init__(self, number: _Optional[int] = ..., report: _Optional[_Union[EngineReport, _Mapping]] = ..., started: _Optional[_Iterable[_Union[LeaseUse, _Mapping]]] = ..., ended: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EngineReport(_message.Message):
-    __slots__ = ("total_blocks", "free_blocks", "cached_blocks", "price", "tenants", "reclaimed")
+    __slots__ = ("total_blocks", "free_blocks", "cached_blocks", "price", "tenants", "reclaimed", "unread_tokens")
     class TenantsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -179,13 +179,15 @@ class EngineReport(_message.Message):
     PRICE_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     RECLAIMED_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     total_blocks: int
     free_blocks: int
     cached_blocks: int
     price: float
     tenants: _containers.MessageMap[str, TenantUse]
     reclaimed: _containers.ScalarMap[str, int]
-    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., price: _Optional[float] = ..., tenants: _Optional[_Mapping[str, TenantUse]] = ..., reclaimed: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    unread_tokens: int
+    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., price: _Optional[float] = ..., tenants: _Optional[_Mapping[str, TenantUse]] = ..., reclaimed: _Optional[_Mapping[str, int]] = ..., unread_tokens: _Optional[int] = ...) -> None: ...
 
 class TenantUse(_message.Message):
     __slots__ = ("held", "reserved", "elastic", "cached", "worths")

@@ -77,6 +77,22 @@ class TestChoice:
         manager.take_report("e1", 1, 1, EngineReport(40, 40, 0, price=0.1), LeaseChanges(), 0.0)
         assert [engine_of(ask(manager, f"r{number}", 5)) for number in range(3)] == ["e0"] * 3
 
+    def test_an_engine_on_which_long_prompts_wait_is_avoided_until_they_are_read(self) -> None:
+        manager = manager_of(engines=2)
+        manager.take_report("e0", 1, 1, EngineReport(40, 40, 0, unread_tokens=50_000), LeaseChanges(), 0.0)
+        assert [engine_of(ask(manager, f"r{number}", 5)) for number in range(3)] == ["e1"] * 3
+        manager.take_report("e0", 1, 2, EngineReport(40, 40, 0), LeaseChanges(), 0.0)
+        assert engine_of(ask(manager, "later", 5)) == "e0"
+
+    def test_what_was_just_sent_to_an_engine_counts_until_it_arrives_there(self) -> None:
+        manager = manager_of(engines=2, blocks=4000)
+        long = AdmitRequest("long", "t", (10,), 100_000, 30.0)
+        first = engine_of(manager.admit(long, 0.0))
+        assert [engine_of(ask(manager, f"r{number}", 100)) != first for number in range(3)] == [True] * 3
+        arrived = LeaseChanges((LeaseUse("long", "t", 10),), ())
+        manager.take_report(first, 1, 1, EngineReport(4000, 4000, 0), arrived, 0.0)
+        assert engine_of(ask(manager, "later", 100)) == first
+
     def test_all_of_a_request_goes_to_one_engine_with_room_for_its_sequences(self) -> None:
         manager = manager_of(engines=2, sequences=2)
         assert isinstance(manager.admit(AdmitRequest("a", "t", (1, 1, 1), 9, 9.0), 0.0), Refused)
