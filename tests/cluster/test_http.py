@@ -393,7 +393,7 @@ def test_fields_that_nobody_knows_are_ignored_with_a_log_line(caplog: pytest.Log
     with caplog.at_level("INFO", logger="kvorum.cluster.http"):
         run(scenario)
     assert [record.message for record in caplog.records if "colour" in record.message] == [
-        "ignored unknown fields colour"
+        'ignored unknown fields ["colour"]'
     ]
 
 
