@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvorum.client import (
+    Answer,
     AsyncClient,
     BrokenStreamError,
     Client,
@@ -96,6 +97,16 @@ class Scripted(pb_grpc.InferenceServiceServicer):
         return pb.TokenizeResponse(token_ids=[1, 2])
 
 
+async def asked_async(target: str) -> Answer:
+    async with AsyncClient(target, retry=POLICY) as client:
+        return await client.complete("hi", Options(temperature=0.0))
+
+
+async def asked_blocking(target: str) -> Answer:
+    with Client(target, retry=POLICY) as client:
+        return await asyncio.to_thread(client.complete, "hi", Options(temperature=0.0))
+
+
 def play(script: Scripted, scenario: Callable[[AsyncClient], Awaitable[None]]) -> None:
     async def main() -> None:
         async with served(script) as target, AsyncClient(target, retry=POLICY) as client:
@@ -173,6 +184,18 @@ def test_a_stream_that_broke_at_its_last_token_has_nothing_left_to_ask_for() -> 
             await client.complete("hi", Options(max_tokens=2, temperature=0.0))
 
     play(script, scenario)
+
+
+@pytest.mark.parametrize("stream", [asked_async, asked_blocking])
+def test_a_stream_that_breaks_after_its_end_is_whole(stream: Callable[[str], Awaitable[Answer]]) -> None:
+    script = Scripted([(tokens(3), tokens(4, completion=END)), ()])
+
+    async def main() -> None:
+        async with served(script) as target:
+            assert (await stream(target)).token_ids == (3, 4)
+
+    asyncio.run(main())
+    assert len(script.requests) == 1
 
 
 def test_a_stream_without_an_end_is_no_answer() -> None:

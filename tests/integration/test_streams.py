@@ -54,6 +54,12 @@ def test_a_stock_openai_client_chats_and_streams(cluster: ClusterUnderTest) -> N
         assert bad.value.param == "temperature"
 
 
+def test_the_openapi_document_describes_the_api_and_not_the_console(cluster: ClusterUnderTest) -> None:
+    paths = cluster.http.get("/openapi.json").json()["paths"]
+    assert "/v1/chat/completions" in paths
+    assert not any(path.startswith("/console") for path in paths)
+
+
 def test_a_client_built_from_reflection_streams(cluster: ClusterUnderTest) -> None:
     pool = descriptor_pool.DescriptorPool(ProtoReflectionDescriptorDatabase(cluster.channel))
     method = pool.FindServiceByName(SERVICE).methods_by_name["Generate"]

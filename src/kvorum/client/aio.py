@@ -129,6 +129,8 @@ class AsyncClient:
                     async for piece in pieces:
                         yield piece
             except grpc.RpcError as failed:
+                if running.is_over:
+                    return
                 wait_s = running.wait_after_s(error_of(failed, target=self._target))
             else:
                 running.check_over()

@@ -122,6 +122,8 @@ class Client:
             try:
                 yield from self._one_call(running)
             except grpc.RpcError as failed:
+                if running.is_over:
+                    return
                 wait_s = running.wait_after_s(error_of(failed, target=self._target))
             else:
                 running.check_over()
