@@ -4,7 +4,8 @@ Pure: no clock, no chance, no tensors; the KV store's bookkeeping is the only th
 
 A step is one batch under one token budget. Decodes come first, one token each, then prefill chunks, those of running
 sequences before new ones of the same priority, each group in (priority, arrival) order. A chunk that does not end its
-prompt ends at a multiple of the block size.
+prompt ends at a multiple of the block size. Prompts of a lower priority than a decode get but a part of the budget, so
+that the step, and with it the time to that one's next token, stays short.
 
 When blocks are missing, elastic sequences are shrunk first (reclaim.py), before anything is computed in the step: for
 what running sequences need next, and for the first one that waits. If a running sequence still finds no block, the last
@@ -37,6 +38,9 @@ from kvorum.workers.request import EngineRequest, EventKind, FinishReason, Reque
 from kvorum.workers.request_checks import RequestChecks
 from kvorum.workers.sequence import Sequence
 from kvorum.workers.step_builder import StepBuilder, chunk_row, decode_row
+
+# Of a step's budget, for all prompts of lower priority than a decode together.
+_BACKGROUND_PART = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +191,7 @@ class Scheduler:
         for sequence in running:
             if sequence in self._running and sequence.prompt_done:
                 self._schedule_decode(sequence, step)
+        step.decoding = min((each.request.priority for each in self._running if step.holds(each)), default=None)
         for sequence in running:
             if sequence in self._running and not sequence.prompt_done:
                 self._admit(step, now_s=now_s, before=sequence.request.priority)
@@ -277,7 +282,7 @@ class Scheduler:
     def _schedule_chunk(self, sequence: Sequence, step: StepBuilder) -> None:
         kv = _resident(sequence)
         while True:
-            chunk = self._chunk(sequence, kv, step.tokens_left)
+            chunk = self._chunk(sequence, kv, self._tokens_for(sequence, step))
             if chunk == 0:
                 return
             if self._store.extend(kv, chunk, may_evict=not sequence.keeps_floor):
@@ -289,6 +294,13 @@ class Scheduler:
             if not self._get_back(sequence, step) and not self._preempt_after(sequence, step):
                 return
         self._add_chunk(sequence, kv, chunk, step)
+
+    def _tokens_for(self, sequence: Sequence, step: StepBuilder) -> int:
+        """Return how many tokens of a prompt a step may compute: few beside a decode of higher priority."""
+        if step.decoding is None or sequence.request.priority <= step.decoding:
+            return step.tokens_left
+        part = max(self._store.block_size, self.limits.max_num_batched_tokens // _BACKGROUND_PART)
+        return max(0, min(step.tokens_left, part - step.background_tokens))
 
     def _chunk(self, sequence: Sequence, kv: SequenceKV, limit: int) -> int:
         """Return the next chunk's length within a limit: to the prompt's end, or to a multiple of the block size."""
@@ -304,6 +316,8 @@ class Scheduler:
         self._store.wrote(kv, chunk)
         sequence.evicted_in_prefill |= kv.evicted_in_prefill
         step.add(chunk_row(sequence, kv, start=start, num_slots=num_slots))
+        if step.decoding is not None and sequence.request.priority > step.decoding:
+            step.background_tokens += chunk
 
     def _admit(self, step: StepBuilder, *, now_s: float, before: int | None = None) -> None:
         """Start sequences that wait while there is room; before: only those that run before this priority."""

@@ -13,6 +13,7 @@ class StepBuilder:
     """Collects rows under a budget of tokens.
 
     is_short: a running sequence lacked blocks, so nobody is admitted. shares: blocks that an elastic newcomer is due.
+    decoding: the highest priority of a decode. background_tokens: of prompts of a lower one.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -20,6 +21,8 @@ class StepBuilder:
         self.tokens_left = max_tokens
         self.is_short = False
         self.shares: dict[SeqId, int] = {}
+        self.decoding: int | None = None
+        self.background_tokens = 0
         self._seq_ids: set[SeqId] = set()
 
     def add(self, row: RowPlan) -> None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import grpc
 import requests
 from grpc.experimental import gevent as grpc_gevent
-from locust import User, constant_pacing, events, task
+from locust import User, events, task
 from workload import BATCH, NOISY, QUIET, TenantWork
 
 from kvorum.protos.inference.v1 import inference_pb2 as pb
@@ -65,7 +65,8 @@ class _TenantUser(User):
         self._rng = random.Random()
 
     def wait_time(self) -> float:
-        return constant_pacing(self.work.period_s)(self)
+        # Not in step with the others.
+        return self._rng.uniform(0.0, 2.0) * self.work.period_s
 
     @task
     def ask(self) -> None:

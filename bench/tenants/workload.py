@@ -12,7 +12,7 @@ from typing import Any
 class TenantWork:
     """One tenant's load, and its limits where there is a cache manager.
 
-    users: half of them over HTTP, half over gRPC. period_s: a user asks at most that often; 0 asks without a pause.
+    users: half of them over HTTP, half over gRPC. period_s: between an answer and the next question, on average.
     prompt_tokens, answer_tokens: of each request. policy: its eviction policy; None is not to be shrunk. limits: of the
     tenant's configuration.
     """
@@ -39,7 +39,7 @@ class TenantWork:
 QUIET = TenantWork(
     "quiet",
     users=4,
-    period_s=2.0,
+    period_s=1.5,
     prompt_tokens=128,
     answer_tokens=64,
     limits={"floor": 0.3, "weight": 4.0, "priority": -1},
@@ -48,10 +48,10 @@ QUIET = TenantWork(
 NOISY = TenantWork(
     "noisy",
     users=20,
-    period_s=2.0,
+    period_s=1.5,
     prompt_tokens=256,
     answer_tokens=64,
-    limits={"ceiling": 0.4, "max_running": 2, "max_waiting": 8},
+    limits={"ceiling": 0.4, "max_running": 1, "max_waiting": 8},
 )
 BATCH = TenantWork(
     "batch",

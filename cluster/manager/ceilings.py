@@ -17,6 +17,8 @@ from kvorum.cluster.manager.types import TenantLimits
 from kvorum.workers.governance import EngineReport, TenantUse
 
 SHARE_PERIOD_S = 1.0
+# Lowering allowances once more before the engines can have acknowledged the last time changes nothing.
+_LOWER_PERIOD_S = 0.05
 _FREE_PART = 16
 
 
@@ -30,6 +32,8 @@ class Ceilings:
         # Tenants to be shared anew, with the blocks that the head of their line lacks, and when each last was.
         self._due = dict.fromkeys(self._limits, 0)
         self._shared_s: dict[str, float] = {}
+        # For how many blocks each tenant's allowances were last lowered.
+        self._lowered: dict[str, int] = {}
 
     @property
     def tenants(self) -> Collection[str]:
@@ -70,12 +74,16 @@ class Ceilings:
     def share(self, now_s: float) -> None:
         """Set the allowances of tenants whose heads lack room, and of one more for which it is time."""
         waiting_s = {tenant: now_s - self._shared_s.get(tenant, -math.inf) for tenant in self._due}
-        urgent = [tenant for tenant, lacking in self._due.items() if lacking]
+        urgent = [
+            tenant
+            for tenant, lacking in self._due.items()
+            if lacking > self._lowered.get(tenant, 0) or (lacking and waiting_s[tenant] >= _LOWER_PERIOD_S)
+        ]
         longest = max(waiting_s, key=waiting_s.__getitem__, default=None)
         if longest is not None and longest not in urgent and waiting_s[longest] >= SHARE_PERIOD_S:
             urgent.append(longest)
         for tenant in urgent:
-            self._shared_s[tenant] = now_s
+            self._shared_s[tenant], self._lowered[tenant] = now_s, self._due[tenant]
             if not self._share(tenant, self._due.pop(tenant)):
                 self._due[tenant] = 0
 
