@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvorum.cluster.calls import Call
 from kvorum.cluster.frontend import Frontend
 
+_MAX_NAME_CHARS: Final = 256
 GENERATING: Final = frozenset(("/v1/chat/completions", "/v1/completions"))
 # Each with all that is below it.
 _OTHERS: Final = ("/v1/models", "/tokenize", "/detokenize", "/operator", "/console/stream", "/console/learn")
@@ -33,7 +34,8 @@ class NoteCalls:
         headers = dict(Headers(scope=scope))
         with self._frontend.call("http", method, generates=method in GENERATING, headers=headers) as call:
             scope.setdefault("state", {})["call"] = call
-            await self._app(scope, receive, _naming(headers.get("x-request-id") or call.request_id, send))
+            name = headers.get("x-request-id", "")[:_MAX_NAME_CHARS] or call.request_id
+            await self._app(scope, receive, _naming(name, send))
 
 
 def _naming(request_id: str, send: Send) -> Send:
