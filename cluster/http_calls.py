@@ -6,12 +6,11 @@ from typing import Final, cast
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvorum.cluster.calls import Call
 from kvorum.cluster.frontend import Frontend
 
-_MAX_NAME_CHARS: Final = 256
 GENERATING: Final = frozenset(("/v1/chat/completions", "/v1/completions"))
 # Each with all that is below it.
 _OTHERS: Final = ("/v1/models", "/tokenize", "/detokenize", "/operator", "/console/stream", "/console/learn")
@@ -34,19 +33,7 @@ class NoteCalls:
         headers = dict(Headers(scope=scope))
         with self._frontend.call("http", method, generates=method in GENERATING, headers=headers) as call:
             scope.setdefault("state", {})["call"] = call
-            name = headers.get("x-request-id", "")[:_MAX_NAME_CHARS] or call.request_id
-            await self._app(scope, receive, _naming(name, send))
-
-
-def _naming(request_id: str, send: Send) -> Send:
-    """Have the answer name its request, as the client does or as the server's log does."""
-
-    async def send_named(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode("latin-1"))]
-        await send(message)
-
-    return send_named
+            await self._app(scope, receive, send)
 
 
 def call_of(http: Request) -> Call:
