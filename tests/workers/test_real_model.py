@@ -109,6 +109,7 @@ def test_across_a_forced_preemption(backend: CpuBackend) -> None:
     assert sum(answer.receipt.preemptions for answer in answers if answer.receipt is not None) > 0
 
 
+@pytest.mark.slow
 def test_the_reference_back_end() -> None:
     assert_equal_to_transformers(*generate(embedded_backend()))
 
