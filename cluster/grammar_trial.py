@@ -26,6 +26,7 @@ _DEADLINE_S = 5.0
 _START_S = 60.0
 _MAX_BYTES = 4 * 2**30
 _MAX_REMEMBERED = 4096
+_MAX_PROBLEM_CHARS = 1000
 _TOO_HARD = "cannot be followed: it takes too long to work out"
 
 
@@ -43,6 +44,8 @@ class GrammarTrial:
         if not grammar or grammar in self._good:
             return
         async with self._turn:
+            if grammar in self._good:  # while this one waited
+                return
             try:
                 problem = await self._try(grammar)
             except BaseException:
@@ -75,7 +78,10 @@ class GrammarTrial:
     async def _start(self) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
         arguments = (sys.executable, "-P", "-m", "kvorum.cluster.grammar_trial")
-        process = await asyncio.create_subprocess_exec(*arguments, stdin=pipe, stdout=pipe, limit=2**24)
+        # Its last words, should a grammar kill it, would have the grammar in them.
+        process = await asyncio.create_subprocess_exec(
+            *arguments, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL
+        )
         self._process = process
         assert process.stdin
         process.stdin.write(self._vocabulary.encode() + b"\n")
@@ -115,7 +121,7 @@ def _problem_of(grammar: str, vocabulary: LLTokenizer) -> str:
         return ""
     begin_s = time.process_time()
     if problem := LLMatcher.validate_grammar(grammar):
-        return f"cannot be followed: {problem.strip()}"
+        return f"cannot be followed: {problem.strip()[:_MAX_PROBLEM_CHARS]}"
     matcher = LLMatcher(vocabulary, grammar, log_level=0)
     matcher.compute_bitmask()
     if matcher.is_error():

@@ -54,9 +54,7 @@ class StructuredOutputs(RequestFields):
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)] | None = (
-        None
-    )
+    choice: Annotated[list[_Choice], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -159,10 +159,10 @@ class _Texts:
         self._known: dict[int, str] = {}
         self._num_sent = 0
 
-    def news(self, token_ids: Collection[int]) -> Json:
+    def news(self, token_ids: Sequence[int]) -> Json:
         """Return the texts that the console lacks, and from which position on."""
         first, self._num_sent = self._num_sent, len(token_ids)
-        return {"from": first, "texts": [self._text(token_id) for token_id in list(token_ids)[first:]]}
+        return {"from": first, "texts": [self._text(token_id) for token_id in token_ids[first:]]}
 
     def _text(self, token_id: int) -> str:
         if token_id not in self._known:

@@ -44,7 +44,7 @@ class Ceilings:
         """Take new ceilings."""
         self._limits = _ceilings(tenants)
         self.allowances.set_limited(self._limits)
-        self._due = dict.fromkeys(self._limits, 0)
+        self._due, self._lowered = dict.fromkeys(self._limits, 0), {}
 
     def blocks_of(self, tenant: str) -> int | None:
         """Return a tenant's ceiling; None is none."""

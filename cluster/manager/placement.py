@@ -64,7 +64,7 @@ class Placement:
 
     def forget(self, engine_id: str, lease_id: str) -> None:
         """A request has arrived at its engine, which counts it from now on, or never will."""
-        self._on_their_way[engine_id].pop(lease_id, None)
+        self._on_their_way.get(engine_id, {}).pop(lease_id, None)
 
     def forget_engine(self, engine_id: str) -> None:
         """An engine is gone, and what was sent there with it."""
@@ -111,7 +111,7 @@ class Placement:
     def _best(self, request: AdmitRequest, engines: Collection[Engine], cached: Mapping[str, int]) -> Engine | None:
         num_runs = max(1, len(request.prefix_runs))
         ahead = {
-            engine.engine_id: engine.report.unread_tokens + sum(self._on_their_way[engine.engine_id].values())
+            engine.engine_id: engine.report.unread_tokens + sum(self._on_their_way.get(engine.engine_id, {}).values())
             for engine in engines
         }
         longest = max(ahead.values(), default=0) + request.tokens + _STEP_TOKENS

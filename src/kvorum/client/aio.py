@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import grpc
 import grpc.aio
@@ -30,7 +30,6 @@ from kvorum.protos.inference.v1 import inference_pb2_grpc as pb_grpc
 
 _DEFAULTS = Options()
 _RETRY = RetryPolicy()
-_ResponseT = TypeVar("_ResponseT")
 
 
 class AsyncClient:

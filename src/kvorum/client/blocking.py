@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Generator
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import grpc
 from google.protobuf.message import Message
@@ -29,7 +29,6 @@ from kvorum.protos.inference.v1 import inference_pb2_grpc as pb_grpc
 
 _DEFAULTS = Options()
 _RETRY = RetryPolicy()
-_ResponseT = TypeVar("_ResponseT")
 
 
 class Client:
