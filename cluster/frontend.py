@@ -101,7 +101,7 @@ class Frontend:
 
     async def stop(self) -> None:
         """Let go of the engines, which aborts what still runs, and send the traces that are left."""
-        self._grammar_trial.close()
+        await self._grammar_trial.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -49,7 +49,7 @@ class GrammarTrial:
             try:
                 problem = await self._try(grammar)
             except BaseException:
-                self.close()  # it may be in the middle of something
+                await self.close()  # it may be in the middle of something
                 raise
         if problem:
             raise InvalidRequestError(f"{param}: {problem}", param=param)
@@ -57,11 +57,13 @@ class GrammarTrial:
         if len(self._good) > _MAX_REMEMBERED:
             self._good.popitem(last=False)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the process."""
-        if self._process and self._process.returncode is None:
-            self._process.kill()
-        self._process = None
+        process, self._process = self._process, None
+        if process:
+            if process.returncode is None:
+                process.kill()
+            await process.communicate()  # closes its pipes, too
 
     async def _try(self, grammar: str) -> str:
         process = self._process or await self._start()
@@ -71,7 +73,7 @@ class GrammarTrial:
         except TimeoutError:
             answer = None
         if answer is None:
-            self.close()
+            await self.close()
             return _TOO_HARD
         return answer
 
