@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from kvorum.cluster.ray_metrics import RayExport
@@ -73,3 +74,26 @@ def test_each_copy_is_of_what_was_just_brought_up_to_date() -> None:
         assert ray.values == {("looks", ()): 1.0}
 
     asyncio.run(main())
+
+
+def test_a_copy_that_fails_is_logged_once_and_the_next_one_is_made(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvorum.cluster.ray_metrics._PERIOD_S", 0.0)
+
+    async def main() -> None:
+        registry, ray = CollectorRegistry(), FakeRay()
+        looks = Gauge("looks", "Looks.", registry=registry)
+
+        async def refresh() -> None:
+            looks.inc()
+            if looks._value.get() < 4:
+                raise RuntimeError("the manager said nonsense")
+
+        running = asyncio.create_task(RayExport(registry, make_gauge=ray.make_gauge).run(refresh))
+        while not ray.values:
+            await asyncio.sleep(0)
+        running.cancel()
+
+    asyncio.run(main())
+    assert [record.message for record in caplog.records] == ["metrics are not copied to Ray"]
