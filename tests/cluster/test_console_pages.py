@@ -119,8 +119,10 @@ async def ask(client: httpx.AsyncClient, **fields: object) -> dict[str, Any]:
 
 def test_under_load_pages_move_and_evicted_tokens_are_struck_out_as_the_pool_has_it() -> None:
     async def test(page: Page, client: httpx.AsyncClient) -> None:
+        # Long enough to be there still when the page has drawn several looks, however slowly it does.
         h2o = {"policy": "h2o", "kv_budget": 32}
-        asked = [asyncio.create_task(ask(client, kvorum=h2o)), asyncio.create_task(ask(client, prompt="Once"))]
+        bodies: list[dict[str, object]] = [{"kvorum": h2o}, {"prompt": "Once"}]
+        asked = [asyncio.create_task(ask(client, **body, max_tokens=900)) for body in bodies]
         await page.wait_for_function(POOL_HAS_MOVED)
         await page.keyboard.press("3")
         await page.get_by_role("option").filter(has_text="h2o").click()
