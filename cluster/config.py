@@ -160,7 +160,9 @@ class FrontDoorSection(_Section):
         default=3, ge=0, description="How often a request that lost its engine goes on with another."
     )
     resume_timeout_s: float = Field(
-        default=30.0, ge=0, description="Seconds that a request which lost its engine waits for one with room."
+        default=30.0,
+        ge=0,
+        description="Seconds that a request which lost its engine, or finds none alive, waits for one with room.",
     )
 
 

@@ -93,7 +93,8 @@ class Trail:
 class ResumePolicy:
     """How a request goes on when its engine is lost.
 
-    max_resumes: how often. timeout_s: how long it may wait each time for an engine that has room.
+    max_resumes: how often. timeout_s: how long it may wait each time for an engine that has room; and at its beginning,
+    while no engine is alive.
     """
 
     max_resumes: int = 3
@@ -182,23 +183,31 @@ class _Run:
         self._is_aborted = False
 
     async def start(self) -> None:
-        """Send the request to an engine, or to another if that one is lost just then."""
-        try:
-            await self._submit()
-        except EngineLostError:
-            await self.close()
-            await self._submit()
+        """Send the request to an engine; while there is none, wait as long as for one to resume on."""
+        give_up_s = min(_now_s() + self._generator.resume.timeout_s, self._deadline_s)
+        while True:
+            try:
+                await self._submit()
+            except EngineLostError:
+                await self.close()
+                self._raise_if_aborted()
+                if _now_s() > give_up_s:
+                    raise
+                await asyncio.sleep(_RESUME_PERIOD_S)
+            else:
+                return
 
     async def _submit(self) -> None:
         """Get a lease and send what is not over to the leased engine."""
-        attempt = Attempt(_now_s())
-        self._trail.attempts.append(attempt)
-        lease = await self._generator.admission.admit(self._demand(attempt.asked_s))
+        attempts = self._trail.attempts
+        if not attempts or attempts[-1].engine_id:  # else the last one still waits
+            attempts.append(Attempt(_now_s()))
+        attempt = attempts[-1]
+        lease = await self._generator.admission.admit(self._demand())
         attempt.engine_id, attempt.leased_s = lease.engine_id, _now_s()
         self._admission_s += attempt.leased_s - attempt.asked_s
         self._lease, self._engine_id = lease, lease.engine_id
-        if self._is_aborted:
-            raise AbortedError("the request was aborted")
+        self._raise_if_aborted()
         remaining_s = max(0.0, self._deadline_s - _now_s())
         sent = [
             sequence.attempt(self._num_attempts, lease, blocks, timeout_s=remaining_s)
@@ -208,7 +217,7 @@ class _Run:
         self._attempts = {each.request_id: sequence for each, sequence in zip(sent, self._open, strict=True)}
         self._stream = self._generator.engine(lease.engine_id).submit(sent)
 
-    def _demand(self, now_s: float) -> Demand:
+    def _demand(self) -> Demand:
         """Return what the sequences that are not over ask for; each attempt is a lease of its own."""
         request, first = self._request, self._open[0].planned
         return Demand(
@@ -219,7 +228,7 @@ class _Run:
             kv=first.kv,
             least_tokens=first.terms.least_tokens,
             priority=first.priority,
-            max_wait_s=max(0.0, self._deadline_s - now_s),
+            max_wait_s=max(0.0, self._deadline_s - _now_s()),
             prompt=first.prompt_token_ids,
             cache_salt=first.cache_salt,
         )
@@ -253,6 +262,10 @@ class _Run:
         self._is_aborted = True
         if self._stream:
             self._stream.abort()
+
+    def _raise_if_aborted(self) -> None:
+        if self._is_aborted:
+            raise AbortedError("the request was aborted")
 
     async def close(self) -> None:
         """Let go of engine and lease."""
@@ -298,8 +311,7 @@ class _Run:
             self._lost, self._give_up_s = lost, min(_now_s() + policy.timeout_s, self._deadline_s)
         while True:
             await self.close()
-            if self._is_aborted:
-                raise AbortedError("the request was aborted")
+            self._raise_if_aborted()
             if self._resumes > policy.max_resumes or _now_s() > self._give_up_s:
                 raise lost
             try:

@@ -26,10 +26,10 @@ def run(
     *,
     step_delay_s: float = 0.005,
     timeout_s: float = 60.0,
-    max_resumes: int = 3,
+    **options: float,
 ) -> None:
     async def main() -> None:
-        config = ClusterConfig(request_timeout_s=timeout_s, drain_timeout_s=1.0, max_resumes=max_resumes)
+        config = ClusterConfig(request_timeout_s=timeout_s, drain_timeout_s=1.0, **options)  # type: ignore[arg-type]
         async with running_stack(config, step_delay_s=step_delay_s) as stack:
             await scenario(stack)
             await stack.wait_until_idle()
@@ -176,4 +176,4 @@ def test_an_engine_lost_between_lease_and_request_is_an_error(monkeypatch: pytes
         with pytest.raises(EngineLostError, match="engine-9"):
             await read_all(stack.frontend, plan(stack.frontend))
 
-    run(scenario)
+    run(scenario, resume_timeout_s=0.2)

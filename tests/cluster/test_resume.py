@@ -14,7 +14,7 @@ from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.engine_directory import EngineDirectory
 from kvorum.cluster.errors import AbortedError
 from kvorum.cluster.frontend import Frontend
-from kvorum.cluster.generation import Delta
+from kvorum.cluster.generation import Delta, Trail
 from kvorum.cluster.planning import GenerationRequest, Prompting
 from kvorum.cluster.sampling_fields import SamplingFields
 from kvorum.cluster.tenants import DEFAULT_TENANT
@@ -287,6 +287,54 @@ def test_a_request_that_waits_for_an_engine_can_be_aborted() -> None:
                 assert it.frontend.abort(RequestId("r"), tenant=DEFAULT_TENANT)
                 with pytest.raises(AbortedError):
                     await reading
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_finds_no_engine_waits_for_one() -> None:
+    async def scenario() -> None:
+        async with fleet() as it:
+            deltas: list[Delta] = []
+            trail = Trail()
+
+            async def ask() -> None:
+                async with it.frontend.generate(it.plan(), trail=trail) as stream:
+                    await read(stream, deltas)
+
+            asking = asyncio.create_task(ask())
+            await eventually(lambda: bool(trail.attempts))
+            await it.join("first")
+            await asking
+            assert answer_of(deltas) == expected(60)
+            assert deltas[-1].ending is not None
+            assert deltas[-1].ending.resumes == 0
+            assert [attempt.engine_id for attempt in trail.attempts] == ["first"]
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_never_had_an_engine_gives_up_in_time() -> None:
+    async def scenario() -> None:
+        async with fleet(resume_timeout_s=0.3) as it:
+            with pytest.raises(EngineLostError, match="no engine is alive"):
+                async with it.frontend.generate(it.plan()):
+                    pass
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_never_had_an_engine_can_be_aborted() -> None:
+    async def scenario() -> None:
+        async with fleet() as it:
+
+            async def ask() -> None:
+                async with it.frontend.generate(it.plan()):
+                    pass
+
+            asking = asyncio.create_task(ask())
+            await eventually(lambda: it.frontend.abort(RequestId("r"), tenant=DEFAULT_TENANT))
+            with pytest.raises(AbortedError):
+                await asking
 
     asyncio.run(scenario())
 
