@@ -69,21 +69,29 @@ class IncrementalDetokenizer:
 
 
 class StopFilter:
-    """Cuts text at the first stop string and holds back what may become one."""
+    """Cuts text at the first stop string and holds back what may become one.
+
+    matched: the stop string that was found, after which nothing follows.
+    """
 
     def __init__(self, stop: Sequence[str]) -> None:
         assert all(stop), "an empty stop string would match everywhere"
         self._stop = tuple(stop)
         self._held = ""
-        self.is_stopped = False
+        self.matched: str | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.matched is not None
 
     def push(self, text: str) -> str:
         """Take more text and return what is safe to send; nothing follows once is_stopped is set."""
         if self.is_stopped:
             return ""
         text = self._held + text
-        if (cut := self._find(text)) is not None:
-            self.is_stopped = True
+        if found := self._find(text):
+            cut, self.matched = found
             self._held = ""
             return text[:cut]
         num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
@@ -95,10 +103,10 @@ class StopFilter:
         held, self._held = self._held, ""
         return held
 
-    def _find(self, text: str) -> int | None:
-        """Return where the stop string begins that is complete first, so that the pieces' sizes do not matter."""
-        found = [(index + len(stop), index) for stop in self._stop if (index := text.find(stop)) >= 0]
-        return min(found)[1] if found else None
+    def _find(self, text: str) -> tuple[int, str] | None:
+        """Return the stop string that is complete first, and where it begins; the pieces' sizes do not matter."""
+        found = [(index + len(stop), index, stop) for stop in self._stop if (index := text.find(stop)) >= 0]
+        return min(found)[1:] if found else None
 
 
 def _final_part(text: str) -> str:

@@ -38,7 +38,8 @@ class Ending:
     """How a sequence ended.
 
     engine_id, receipt: of the engine that ended it; resumes: how many were lost before. admission_s: how long it waited
-    for its leases, before it stood in any engine's queue. ended_s: when, in monotonic seconds.
+    for its leases, before it stood in any engine's queue. ended_s: when, in monotonic seconds. stop_string: that ended
+    it, if one did.
     """
 
     reason: FinishReason
@@ -48,6 +49,7 @@ class Ending:
     resumes: int = 0
     admission_s: float = 0.0
     ended_s: float = 0.0
+    stop_string: str | None = None
 
     @property
     def queued_ms(self) -> float:
@@ -372,7 +374,9 @@ class _Sequence:
         assert output.receipt, "an engine's final output has a receipt"
         text += self._stop.push(self._detokenizer.flush()) + self._stop.flush()
         reason = FinishReason.STOP if self._stop.is_stopped else output.finish_reason
-        ending = run.ending(reason, output.receipt, completion_tokens=len(self._token_ids))
+        ending = replace(
+            run.ending(reason, output.receipt, completion_tokens=len(self._token_ids)), stop_string=self._stop.matched
+        )
         return Delta(self._index, text, output.token_ids[:count], output.logprobs[:count], ending)
 
     def _read(self, token_ids: Sequence[int]) -> tuple[str, int]:

@@ -89,6 +89,9 @@ def test_what_is_sent_is_the_text_up_to_the_first_stop_string(pieces: list[str],
     stop_filter = StopFilter(stop)
     sent = "".join(map(stop_filter.push, pieces)) + stop_filter.flush()
     assert (sent, stop_filter.is_stopped) == cut_at_first_stop("".join(pieces), stop)
+    if stop_filter.matched is not None:
+        assert stop_filter.matched in stop
+        assert "".join(pieces).startswith(sent + stop_filter.matched)
 
 
 @given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
