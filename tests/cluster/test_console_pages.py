@@ -18,13 +18,9 @@ from playwright.async_api import Page, async_playwright
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.console.lesson import Lesson
 from kvorum.cluster.console.routes import console_routes
-from kvorum.cluster.engine_directory import EngineDirectory
 from kvorum.cluster.frontend import Frontend
 from kvorum.cluster.http import create_app
-from kvorum.cluster.model import load_model
-from kvorum.workers.engine_server import EngineServer
-from kvtest.embedded import embedded_cpu_backend
-from kvtest.engines import rig
+from kvtest.served import embedded_model_served
 from kvtest.servers import http_server
 from kvtest.stack import DEFAULT_INFO, running_stack
 from kvtest.waiting import eventually
@@ -84,20 +80,8 @@ async def browsing(frontend: Frontend) -> AsyncIterator[tuple[Page, httpx.AsyncC
 @contextlib.asynccontextmanager
 async def open_console() -> AsyncIterator[tuple[Page, httpx.AsyncClient, Problems]]:
     """Start an engine with the real model, a router in front of it, and a browser on the console."""
-    async with contextlib.AsyncExitStack() as stack:
-        it = await stack.enter_async_context(rig(embedded_cpu_backend(), num_blocks=160, note_kept=False))
-        server = EngineServer(it.engine)
-        address = f"127.0.0.1:{await server.start('127.0.0.1')}"
-        stack.push_async_callback(server.stop)
-
-        async def discover() -> dict[str, str]:
-            return {it.engine.info.engine_id: address}
-
-        frontend = Frontend(CONFIG, load_model(CONFIG), EngineDirectory(discover, period_s=0.05))
-        frontend.start()
-        stack.push_async_callback(frontend.stop)
-        await eventually(lambda: frontend.is_ready)
-        yield await stack.enter_async_context(browsing(frontend))
+    async with embedded_model_served() as served, browsing(served.frontend) as console:
+        yield console
 
 
 def in_the_browser(test: Callable[[Page, httpx.AsyncClient], Awaitable[None]]) -> None:
