@@ -68,6 +68,7 @@ bench-tenants: .venv/.dev
 
 bench-clients: .venv/.dev
 	$(BIN)/python -P bench/clients.py $(ARGS)
+	$(BIN)/python -P bench/gateway.py $(ARGS)
 
 chaos: .venv/.dev
 	$(BIN)/python -P bench/chaos/run.py $(ARGS)

@@ -23,10 +23,6 @@ from kvorum.workers.engine_server import Engine
 APP_NAME = "kvorum"
 ROUTER_NAME = "Router"
 ENGINE_NAME = "Engine"
-GRPC_SERVICERS = (
-    "kvorum.protos.inference.v1.inference_pb2_grpc.add_InferenceServiceServicer_to_server",
-    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
-)
 # Serve's own limit must never be the one that turns a client away: admission is ours, with its typed errors.
 _NO_LIMIT = 1_000_000
 # An engine's ranks are killed in this time once it is drained; one that is stuck takes Ray 5 s.

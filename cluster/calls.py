@@ -30,7 +30,8 @@ CANCELLED = "cancelled"
 # Of what clients call their requests, logs and traces hold no more.
 MAX_ID_CHARS = 256
 
-Protocol = Literal["http", "grpc"]
+# vllm: over gRPC too, by the service that gateways speak.
+Protocol = Literal["http", "grpc", "vllm"]
 
 
 class Call:

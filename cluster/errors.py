@@ -34,6 +34,10 @@ class AbortedError(KvorumError):
     """The request was ended by an Abort call or by an engine that is shutting down."""
 
 
+class UnimplementedError(KvorumError):
+    """An RPC of a service that others defined, which a cluster does not have."""
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorStatus:
     """One row of the table. type: the error's family in OpenAI's words; code: what a program looks at."""
@@ -64,6 +68,7 @@ _TABLE: dict[type[KvorumError], ErrorStatus] = {
     ManagerLostError: ErrorStatus(503, "server_error", "manager_lost", grpc.StatusCode.UNAVAILABLE),
     DeadlineError: ErrorStatus(504, "server_error", "timeout", grpc.StatusCode.DEADLINE_EXCEEDED),
     AbortedError: ErrorStatus(499, "server_error", "aborted", grpc.StatusCode.CANCELLED),
+    UnimplementedError: ErrorStatus(501, "server_error", "unimplemented", grpc.StatusCode.UNIMPLEMENTED),
 }
 
 

@@ -46,8 +46,8 @@ class GenerateFields(SamplingFields):
 
 def generate_fields(message: pb.GenerateRequest) -> GenerateFields:
     """Check a request's fields; absent ones stay None."""
-    values: dict[str, object] = _present(message.sampling, _OPTIONAL_SAMPLING)
-    values |= _present(message, ("skip_special_tokens",))
+    values: dict[str, object] = present(message.sampling, _OPTIONAL_SAMPLING)
+    values |= present(message, ("skip_special_tokens",))
     values |= {
         "model": message.model or None,
         "request_id": message.request_id,
@@ -60,12 +60,12 @@ def generate_fields(message: pb.GenerateRequest) -> GenerateFields:
         "chat": conversation_values(message.chat) if message.HasField("chat") else None,
         "structured_outputs": _structured_values(message.structured_outputs),
     }
-    return _validated(GenerateFields, values)
+    return validated(GenerateFields, values)
 
 
 def conversation_fields(message: pb.Conversation) -> ConversationFields:
     """Check a conversation."""
-    return _validated(ConversationFields, conversation_values(message))
+    return validated(ConversationFields, conversation_values(message))
 
 
 def conversation_values(message: pb.Conversation) -> dict[str, object]:
@@ -84,7 +84,8 @@ def delta_message(request_id: RequestId, delta: Delta, *, prompt_tokens: int) ->
     )
 
 
-def _present(message: Message, names: Sequence[str]) -> dict[str, object]:
+def present(message: Message, names: Sequence[str]) -> dict[str, object]:
+    """Return those of the named fields that are set."""
     return {name: getattr(message, name) for name in names if message.HasField(name)}
 
 
@@ -100,7 +101,7 @@ def _structured_values(message: pb.StructuredOutputs) -> dict[str, object] | Non
 
 
 def _kvorum_values(message: pb.KVParams) -> dict[str, object]:
-    values = _present(message, ("policy", "min_retained_mass"))
+    values = present(message, ("policy", "min_retained_mass"))
     match message.WhichOneof("kv_budget"):
         case "kv_budget_tokens":
             # The fields shared with HTTP read a number up to 1 as a fraction, which a count never is.
@@ -118,7 +119,8 @@ def _bad_budget(message: str) -> InvalidRequestError:
     return InvalidRequestError(message, param="kvorum.kv_budget")
 
 
-def _validated(kind: type[_Fields], values: dict[str, object]) -> _Fields:
+def validated(kind: type[_Fields], values: dict[str, object]) -> _Fields:
+    """Check fields; raises InvalidRequestError, which names the one that is wrong."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:

@@ -1,26 +1,23 @@
-"""The gRPC API: kvorum.inference.v1.InferenceService and grpc.health.v1.Health.
+"""The gRPC API: kvorum.inference.v1.InferenceService, grpc.health.v1.Health, and the gateways' VllmEngine.
 
 The methods have the names of the RPCs, and their second argument the name by which Serve passes a call's context, so
-that a Serve ingress and a plain grpc.aio server can both dispatch to them.
-An error is set on the call's context and the method returns: under Serve a raised exception would lose its details.
+that a Serve ingress and a plain grpc.aio server can both dispatch to them. Serve looks only at the last part of an
+RPC's path: the names that two services share are told apart by the type of the request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Any, Protocol
-from urllib.parse import unquote
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]  # has no types
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm_pb
 
-from kvorum.cluster.addresses import is_loopback
-from kvorum.cluster.calls import Call
-from kvorum.cluster.errors import UnforeseenError, grpc_status_of
 from kvorum.cluster.frontend import Frontend
+from kvorum.cluster.grpc_calls import CallContext, GrpcCalls, set_error
 from kvorum.cluster.grpc_messages import (
     ConversationFields,
     GenerateFields,
@@ -30,50 +27,42 @@ from kvorum.cluster.grpc_messages import (
 )
 from kvorum.cluster.planning import Prompting, check_model
 from kvorum.cluster.structured import form_of
-from kvorum.kvstore.errors import InvalidRequestError, KvorumError, PermissionDeniedError
+from kvorum.cluster.vllm_engine import VLLM_SERVICE_NAME, VllmEngine
+from kvorum.kvstore.errors import InvalidRequestError
 from kvorum.protos.inference.v1 import inference_pb2 as pb
 from kvorum.workers.request import RequestId
 
-logger = logging.getLogger(__name__)
-
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+_SERVICE_NAMES = ("", SERVICE_NAME, VLLM_SERVICE_NAME)
 _HEALTH_POLL_S = 0.1
 
 
-class CallContext(Protocol):
-    """What grpc.aio's and Serve's contexts have in common."""
-
-    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
-        """Return what the client sent beside the request."""
-
-    def set_code(self, code: grpc.StatusCode) -> None:
-        """Set the call's status."""
-
-    def set_details(self, details: str) -> None:
-        """Set the status's text."""
-
-    def set_trailing_metadata(self, trailing_metadata: list[tuple[str, Any]]) -> None:
-        """Set what follows the response."""
-
-    def peer(self) -> str:
-        """Return the client's address as gRPC writes it."""
-        ...
-
-
-class GrpcService:
+class GrpcService(VllmEngine):
     """Every RPC of a router."""
 
     def __init__(self, frontend: Frontend) -> None:
         """Serve what `frontend` serves."""
+        super().__init__(frontend)
         self._frontend = frontend
+        self._calls = GrpcCalls(frontend, "grpc")
 
     async def Generate(
-        self, request: pb.GenerateRequest, grpc_context: CallContext
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        """Stream one answer."""
-        with self._call(grpc_context, "Generate") as call:
+        self, request: pb.GenerateRequest | vllm_pb.GenerateRequest, grpc_context: CallContext
+    ) -> AsyncGenerator[Message]:
+        """Stream one answer, as the service writes it whose request came."""
+        answer: AsyncGenerator[Message] = (
+            self.generate(request, grpc_context)
+            if isinstance(request, vllm_pb.GenerateRequest)
+            else self._generate(request, grpc_context)
+        )
+        async with contextlib.aclosing(answer) as responses:
+            async for response in responses:
+                yield response
+
+    async def _generate(self, request: pb.GenerateRequest, grpc_context: CallContext) -> AsyncGenerator[Message]:
+        with self._calls.note(grpc_context, "Generate") as call:
             try:
-                tenant = self._authenticate(grpc_context, call)
+                tenant = self._calls.authenticate(grpc_context, call)
                 fields = generate_fields(request)
                 if fields.request_id:
                     call.identify(RequestId(fields.request_id))
@@ -83,13 +72,13 @@ class GrpcService:
                     async for delta in deltas:
                         yield delta_message(plan.request_id, delta, prompt_tokens=plan.prompt_tokens)
             except Exception as error:
-                _set_error(grpc_context, error, call)
+                set_error(grpc_context, error, call)
 
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: CallContext) -> pb.TokenizeResponse:
         """Turn text or a conversation into token ids."""
         response = pb.TokenizeResponse()
-        with self._answering(grpc_context, "Tokenize") as call:
-            self._authenticate(grpc_context, call)
+        with self._calls.answering(grpc_context, "Tokenize") as call:
+            self._calls.authenticate(grpc_context, call)
             model = self._frontend.model
             check_model(request.model, model)
             match request.WhichOneof("input"):
@@ -107,16 +96,20 @@ class GrpcService:
     async def ListModels(self, request: pb.ListModelsRequest, grpc_context: CallContext) -> pb.ListModelsResponse:
         """Name the served model."""
         response = pb.ListModelsResponse()
-        with self._answering(grpc_context, "ListModels") as call:
-            self._authenticate(grpc_context, call)
+        with self._calls.answering(grpc_context, "ListModels") as call:
+            self._calls.authenticate(grpc_context, call)
             model = self._frontend.model
             response.models.add(id=model.name, max_model_len=model.max_model_len)
         return response
 
-    async def Abort(self, request: pb.AbortRequest, grpc_context: CallContext) -> pb.AbortResponse:
-        """End a running Generate call of this router."""
-        with self._answering(grpc_context, "Abort") as call:
-            tenant = self._authenticate(grpc_context, call)
+    async def Abort(
+        self, request: pb.AbortRequest | vllm_pb.AbortRequest, grpc_context: CallContext
+    ) -> pb.AbortResponse | vllm_pb.AbortResponse:
+        """End a running Generate call of this router, of the service whose request came."""
+        if isinstance(request, vllm_pb.AbortRequest):
+            return await self.abort(request, grpc_context)
+        with self._calls.answering(grpc_context, "Abort") as call:
+            tenant = self._calls.authenticate(grpc_context, call)
             if not self._frontend.abort(RequestId(request.request_id), tenant=tenant):
                 grpc_context.set_code(grpc.StatusCode.NOT_FOUND)
                 grpc_context.set_details(f"no request {request.request_id[:256]!r} is running here")
@@ -126,7 +119,7 @@ class GrpcService:
         self, request: health_pb2.HealthCheckRequest, grpc_context: CallContext
     ) -> health_pb2.HealthCheckResponse:
         """Say whether requests would be served."""
-        if not _is_known(request.service):
+        if request.service not in _SERVICE_NAMES:
             grpc_context.set_code(grpc.StatusCode.NOT_FOUND)
             grpc_context.set_details(f"unknown service {request.service[:256]!r}")
         return health_pb2.HealthCheckResponse(status=self._health())
@@ -137,7 +130,9 @@ class GrpcService:
         """Say so now and with each change, until the router shuts down."""
         last: int | None = None
         while True:
-            status = self._health() if _is_known(request.service) else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            status = (
+                self._health() if request.service in _SERVICE_NAMES else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            )
             if status != last:
                 yield health_pb2.HealthCheckResponse(status=status)
                 last = status
@@ -150,38 +145,12 @@ class GrpcService:
     ) -> health_pb2.HealthListResponse:
         """Say so for each service."""
         status = health_pb2.HealthCheckResponse(status=self._health())
-        return health_pb2.HealthListResponse(statuses={"": status, SERVICE_NAME: status})
+        return health_pb2.HealthListResponse(statuses=dict.fromkeys(_SERVICE_NAMES, status))
 
     def _health(self) -> int:
         statuses = health_pb2.HealthCheckResponse
         status: int = statuses.SERVING if self._frontend.is_ready else statuses.NOT_SERVING
         return status
-
-    def _call(self, grpc_context: CallContext, method: str) -> Call:
-        texts = ((key, value) for key, value in grpc_context.invocation_metadata() or () if isinstance(value, str))
-        return self._frontend.call("grpc", method, generates=method == "Generate", headers=dict(texts))
-
-    @contextlib.contextmanager
-    def _answering(self, grpc_context: CallContext, method: str) -> Iterator[Call]:
-        """Note a call; what is raised becomes its status."""
-        with self._call(grpc_context, method) as call:
-            try:
-                yield call
-            except Exception as error:
-                _set_error(grpc_context, error, call)
-
-    def _authenticate(self, grpc_context: CallContext, call: Call) -> str:
-        """Return the tenant whose key the call brings."""
-        # Serve's gRPC port is open on all interfaces whatever the host: what was not to be reached is not served.
-        if is_loopback(self._frontend.config.host) and not is_loopback(_peer_host(grpc_context.peer())):
-            raise PermissionDeniedError(
-                f"this server takes calls from its own machine only ({self._frontend.config.host})"
-            )
-        values = [value for key, value in grpc_context.invocation_metadata() or () if key == "authorization"]
-        value = values[0] if values else None
-        text = value.decode(errors="replace") if isinstance(value, bytes) else value
-        call.tenant = self._frontend.authenticate(text)
-        return call.tenant
 
     async def _prompting(self, request: pb.GenerateRequest, fields: GenerateFields, request_id: RequestId) -> Prompting:
         model = self._frontend.model
@@ -208,27 +177,3 @@ class GrpcService:
     async def _encode_chat(self, chat: ConversationFields | None) -> tuple[int, ...]:
         assert chat, "the fields hold what the request's input is"
         return await self._frontend.model.encode_chat([message.for_template() for message in chat.messages])
-
-
-def _peer_host(peer: str) -> str:
-    """Return the host of `ipv4:1.2.3.4:5`, `ipv6:[::1]:5` (the brackets perhaps percent-encoded) or `unix:…`."""
-    kind, _, address = unquote(peer).partition(":")
-    return "localhost" if kind == "unix" else address.rpartition(":")[0].strip("[]")
-
-
-def _is_known(service: str) -> bool:
-    return service in ("", SERVICE_NAME)
-
-
-def _set_error(grpc_context: CallContext, error: Exception, call: Call) -> None:
-    if not isinstance(error, KvorumError):
-        logger.error("call failed", exc_info=error)
-        error = UnforeseenError()
-    if call.first_token_s is None:
-        call.refuse(error)
-    else:
-        call.fail(error)
-    status = grpc_status_of(error)
-    grpc_context.set_code(status.code)
-    grpc_context.set_details(status.details)
-    grpc_context.set_trailing_metadata(list(status.trailing_metadata or ()))

@@ -23,6 +23,11 @@ from kvorum.kvstore.errors import DeadlineError, KvorumError
 if TYPE_CHECKING:
     from kvorum.cluster.engine_deployment import LoadProgress
 
+GRPC_SERVICERS = (
+    "kvorum.protos.inference.v1.inference_pb2_grpc.add_InferenceServiceServicer_to_server",
+    "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
+    "smg_grpc_proto.generated.vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server",
+)
 # Loopback, but not the address that Ray silently replaces.
 _LOCAL_NODE_IP = "127.0.0.2"
 _LOCAL_OBJECT_STORE_BYTES = 100 * 2**20
@@ -169,7 +174,7 @@ def _serve(config: ClusterConfig, *, is_local: bool) -> Iterator[None]:
     from ray import serve
     from ray.serve.config import HTTPOptions, ProxyLocation, gRPCOptions
 
-    from kvorum.cluster.app import APP_NAME, GRPC_SERVICERS, build_app
+    from kvorum.cluster.app import APP_NAME, build_app
     from kvorum.cluster.manager.actor import kill_manager
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)

@@ -24,7 +24,7 @@ from kvorum.workers.request import EventKind
 
 Attributes = Mapping[str, str | int | float | bool]
 
-GRPC_SERVICE = "kvorum.inference.v1.InferenceService"
+_GRPC_SERVICES = {"grpc": "kvorum.inference.v1.InferenceService", "vllm": "vllm.grpc.engine.VllmEngine"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def request_span(call: Call) -> Span:
         attributes["error.type"] = call.error_code
     if client_id := call.headers.get("x-request-id"):
         attributes["http.request.header.x-request-id"] = client_id[:MAX_ID_CHARS]
-    name = f"POST {call.method}" if call.protocol == "http" else f"{GRPC_SERVICE}/{call.method}"
+    name = f"POST {call.method}" if call.protocol == "http" else f"{_GRPC_SERVICES[call.protocol]}/{call.method}"
     losses = tuple(
         Event("engine_lost", after.asked_s, {"kvorum.engine": before.engine_id})
         for before, after in zip(call.trail.attempts, call.trail.attempts[1:], strict=False)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from kvorum.cluster.errors import AbortedError, grpc_status_of, http_error_body, retry_after_s, status_of
+from kvorum.cluster.errors import (
+    AbortedError,
+    UnimplementedError,
+    grpc_status_of,
+    http_error_body,
+    retry_after_s,
+    status_of,
+)
 from kvorum.kvstore.errors import (
     AuthenticationError,
     CapacityError,
@@ -31,6 +38,7 @@ ROWS: list[tuple[KvorumError, int, str, grpc.StatusCode]] = [
     (EngineLostError("x"), 503, "engine_lost", grpc.StatusCode.UNAVAILABLE),
     (DeadlineError("x"), 504, "timeout", grpc.StatusCode.DEADLINE_EXCEEDED),
     (AbortedError("x"), 499, "aborted", grpc.StatusCode.CANCELLED),
+    (UnimplementedError("x"), 501, "unimplemented", grpc.StatusCode.UNIMPLEMENTED),
     (CheckpointError("x"), 500, "internal_error", grpc.StatusCode.INTERNAL),
 ]
 

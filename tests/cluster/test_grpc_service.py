@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.grpc_service import SERVICE_NAME, GrpcService
+from kvorum.cluster.vllm_engine import VLLM_SERVICE_NAME
 from kvorum.protos.inference.v1 import inference_pb2 as pb
 from kvtest.servers import Unchecked, assert_refused, failure_of, grpc_channel, grpc_stub
 from kvtest.stack import Stack, running_stack
@@ -208,11 +209,16 @@ def test_health_is_checked_watched_and_listed() -> None:
         async with running_stack() as stack, grpc_channel(stack) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             serving = health_pb2.HealthCheckResponse.SERVING
-            for service in ("", SERVICE_NAME):
+            services = {"", SERVICE_NAME, VLLM_SERVICE_NAME}
+            for service in services:
                 assert (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status == serving
             error = await failure_of(stub.Check(health_pb2.HealthCheckRequest(service="other")))
             assert error.code() is grpc.StatusCode.NOT_FOUND
-            assert set((await stub.List(health_pb2.HealthListRequest())).statuses) == {"", SERVICE_NAME}
+            assert set((await stub.List(health_pb2.HealthListRequest())).statuses) == {
+                "",
+                SERVICE_NAME,
+                VLLM_SERVICE_NAME,
+            }
             unknown = stub.Watch(health_pb2.HealthCheckRequest(service="other"))
             assert (await unknown.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
             unknown.cancel()

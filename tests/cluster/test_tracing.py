@@ -20,12 +20,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 from pydantic import ValidationError
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.tracing import Tracing
 from kvorum.protos.inference.v1 import inference_pb2 as pb
 from kvtest.managed import managed_cluster
-from kvtest.servers import HasFrontend, Unchecked, failure_of, grpc_stub, http_client
+from kvtest.servers import HasFrontend, Unchecked, failure_of, grpc_channel, grpc_stub, http_client
 from kvtest.stack import DEFAULT_INFO, Stack, running_stack
 from kvtest.waiting import eventually
 
@@ -143,6 +145,19 @@ def test_a_request_is_admitted_queued_prefilled_and_decoded_one_after_the_other(
     assert finished.attributes["kvorum.policy"] == "h2o"
     assert finished.attributes["kvorum.kv_tokens_evicted"] == 60 + 59 - 16
     assert any(event.name == "kvorum.cut" for part in parts for event in part.events)
+
+
+def test_a_gateways_request_is_named_after_its_service() -> None:
+    async def main() -> dict[str, ReadableSpan]:
+        async with traced() as (stack, exporter), grpc_channel(stack) as channel:
+            stub = VllmEngineStub(channel)  # type: ignore[no-untyped-call]  # generated code
+            async for _ in stub.Generate(vllm.GenerateRequest(text="abc", request_id="theirs")):
+                pass
+            return spans_of(exporter)
+
+    whole = asyncio.run(main())["vllm.grpc.engine.VllmEngine/Generate"]
+    assert whole.attributes
+    assert whole.attributes["kvorum.request_id"] == "theirs"
 
 
 def test_a_hit_in_the_prefix_cache_is_an_event() -> None:

@@ -19,7 +19,7 @@ import yaml
 
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.config_flags import check_config
-from kvorum.cluster.launcher import serve_environment
+from kvorum.cluster.launcher import GRPC_SERVICERS, serve_environment
 from kvtest.charts import (
     CHART,
     ROOT,
@@ -171,6 +171,7 @@ def test_settings_are_those_of_kvorum(values: Values) -> None:
     settings = check_config(application["args"], {})
     assert settings.host == "0.0.0.0"
     assert (config["http_options"]["port"], config["grpc_options"]["port"]) == (settings.port, settings.grpc_port)
+    assert config["grpc_options"]["grpc_servicer_functions"] == list(GRPC_SERVICERS)
     router, _ = application["deployments"]
     tenants = router["user_config"]["tenants"]
     assert check_config({"tenants": tenants}, {}).tenants == ClusterConfig(**values.get("config", {})).tenants

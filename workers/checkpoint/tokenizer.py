@@ -27,6 +27,8 @@ class Tokenizer:
 
     Special tokens in a text are read as such: `<|im_end|>` is one token, not six. Whoever encodes text of users must
     want that.
+
+    special_tokens: the texts of those that chat templates know by a name, such as eos_token.
     """
 
     def __init__(
@@ -35,6 +37,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self.chat_template = chat_template
+        self.special_tokens = dict(special_tokens)
         self._chat = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
         added = backend.get_added_tokens_decoder()
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)

@@ -16,10 +16,12 @@ from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # has 
 from grpc_health.v1 import health, health_pb2_grpc  # type: ignore[import-untyped]  # has no types
 from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]  # has no types
 from grpc_status import rpc_status  # type: ignore[import-untyped]  # has no types
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
 from kvorum.cluster.frontend import Frontend
 from kvorum.cluster.grpc_service import SERVICE_NAME, GrpcService
 from kvorum.cluster.http import create_app
+from kvorum.cluster.vllm_engine import VLLM_SERVICE_NAME
 from kvorum.protos.inference.v1 import inference_pb2_grpc as pb_grpc
 
 
@@ -63,7 +65,9 @@ async def grpc_server(stack: HasFrontend) -> AsyncIterator[str]:
     service = GrpcService(stack.frontend)
     pb_grpc.add_InferenceServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated code
     health_pb2_grpc.add_HealthServicer_to_server(service, server)
-    reflection.enable_server_reflection([SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    vllm_grpc.add_VllmEngineServicer_to_server(service, server)  # type: ignore[no-untyped-call]  # generated code
+    names = [SERVICE_NAME, VLLM_SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    reflection.enable_server_reflection(names, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

@@ -101,6 +101,7 @@ grpc_options:
   grpc_servicer_functions:
     - kvorum.protos.inference.v1.inference_pb2_grpc.add_InferenceServiceServicer_to_server
     - grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server
+    - smg_grpc_proto.generated.vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
 applications:
   - name: kvorum
     import_path: kvorum.cluster.serve_app:build
