@@ -3,11 +3,13 @@
     make bench-clients
 
 SMG is installed into an environment of its own below build/ and knows nothing but the cluster's gRPC address. What it
-answers to OpenAI's client is compared with what the cluster itself answers. Exits with 1 when an answer differs.
+answers to OpenAI's client is compared with what the cluster itself answers; what only the gateway has, tool calls and
+the Responses API, must come out right. Exits with 1 when something does not.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -39,6 +41,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "tell", "description": "Tell a capital.", "parameters": SCHEMA}}
 _REGISTRATION_TIMEOUT_S = 60.0
 
 # Text, finish reason, prompt tokens and answer tokens.
@@ -68,6 +71,7 @@ def main() -> int:
     ):
         _wait_until_registered(theirs)
         outcomes = [_compare(name, ask, ours, theirs) for name, ask in CASES.items()]
+        outcomes += [_check(name, is_right(theirs)) for name, is_right in ADDED.items()]
     return 0 if all(outcomes) else 1
 
 
@@ -90,6 +94,11 @@ def _compare(name: str, ask: Callable[[openai.OpenAI], Answer], ours: openai.Ope
     verdict = "as the cluster's own" if found == expected else f"but the cluster's own is {expected}"
     print(f"{PACKAGE}, {name}: {found}, {verdict}", flush=True)
     return found == expected
+
+
+def _check(name: str, is_right: bool) -> bool:
+    print(f"{PACKAGE}, {name}: {'right' if is_right else 'WRONG'}", flush=True)
+    return is_right
 
 
 def _chat(client: openai.OpenAI, more: Mapping[str, object] | None = None) -> Answer:
@@ -119,12 +128,28 @@ def _read(text: str | None, finish_reason: str, usage: CompletionUsage | None) -
     return text or "", finish_reason, usage.prompt_tokens, usage.completion_tokens
 
 
+def _calls_the_tool(client: openai.OpenAI) -> bool:
+    answer = client.chat.completions.create(
+        model=DEMO_MODEL, messages=MESSAGES, extra_body={"tools": [TOOL], "tool_choice": "required"}, **SAMPLING
+    )
+    (call,) = answer.choices[0].message.tool_calls or [None]
+    return call is not None and call.type == "function" and set(json.loads(call.function.arguments)) == {"capital"}
+
+
+def _responds(client: openai.OpenAI) -> bool:
+    response = client.responses.create(
+        model=DEMO_MODEL, input=str(MESSAGES[0]["content"]), max_output_tokens=32, temperature=0
+    )
+    return response.output_text == _chat(client)[0]
+
+
 CASES: dict[str, Callable[[openai.OpenAI], Answer]] = {
     "whole": _chat,
     "stream": _stream,
     "stop string": _stopped,
     "JSON schema": partial(_chat, more={"response_format": RESPONSE_FORMAT}),
 }
+ADDED: dict[str, Callable[[openai.OpenAI], bool]] = {"tool call": _calls_the_tool, "Responses API": _responds}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -122,6 +122,10 @@ def test_requests_for_what_a_cluster_does_not_have_are_refused_by_name(name: str
     assert refused.value.param == name
 
 
+def test_the_only_rank_may_be_named() -> None:
+    generate_fields(pb.GenerateRequest(data_parallel_rank=0))
+
+
 def test_the_tables_above_hold_every_field() -> None:
     """A field that a later protocol adds must be looked at, not passed over."""
     tables = (UNDERSTOOD, UNKNOWN_PARAMS, [(name, None) for params, _ in CONSTRAINTS for name in params])

@@ -7,6 +7,10 @@ import zipfile
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pool
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (  # type: ignore[import-untyped]  # has no types
+    ProtoReflectionDescriptorDatabase,
+)
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
@@ -38,6 +42,12 @@ def test_both_services_answer_on_one_port(cluster: ClusterUnderTest) -> None:
     *chunks, last = stub_of(cluster).Generate(request(stream=True), metadata=METADATA)
     assert [token for each in chunks for token in each.chunk.token_ids] == expected
     assert last == whole
+
+
+def test_the_service_can_be_found_by_reflection(cluster: ClusterUnderTest) -> None:
+    pool = descriptor_pool.DescriptorPool(ProtoReflectionDescriptorDatabase(cluster.channel))
+    found = pool.FindServiceByName("vllm.grpc.engine.VllmEngine")
+    assert set(found.methods_by_name) == set(vllm.DESCRIPTOR.services_by_name["VllmEngine"].methods_by_name)
 
 
 def test_abort_is_the_gateways_own(cluster: ClusterUnderTest) -> None:
