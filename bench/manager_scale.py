@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -25,12 +27,14 @@ from multiprocessing.connection import Connection
 
 import grpc.aio
 import psutil
+import uvloop
 
 from kvorum.cluster.manager.cache_manager import CacheManager
 from kvorum.cluster.manager.channel import ManagerAddress, open_channel
-from kvorum.cluster.manager.service import ManagerServer
+from kvorum.cluster.manager.service import ManagerServer, collect_rarely
 from kvorum.cluster.manager.types import AdmitRequest, EngineFacts, LeaseChanges, TenantLimits
 from kvorum.cluster.manager.wire import (
+    Acknowledgement,
     Delta,
     EngineMessage,
     Snapshot,
@@ -87,6 +91,7 @@ def main() -> None:
     router = context.Process(target=ask, args=(answers, address, args.rate, args.seconds), daemon=True)
     router.start()
     os.nice(3)
+    gc.disable()  # a pause of this process would be one of all engines at once
     try:
         cluster = Cluster(args.engines, args.leases)
         report = asyncio.run(cluster.run(address, psutil.Process(manager.pid), asking))
@@ -100,12 +105,13 @@ def serve(pipe: Connection) -> None:
     """Run the manager; tell where it listens."""
 
     async def run() -> None:
+        collect_rarely()
         manager = CacheManager(TENANTS, lease_s=30.0, engine_grace_s=10.0)
         server = ManagerServer(manager, token=TOKEN)
         pipe.send(f"127.0.0.1:{await server.start('127.0.0.1')}")
         await asyncio.Event().wait()
 
-    asyncio.run(run())
+    uvloop.run(run())  # as Ray runs its actors
 
 
 @dataclass(slots=True)
@@ -120,6 +126,7 @@ class Asked:
 
 def ask(pipe: Connection, address: ManagerAddress, rate: float, seconds: float) -> None:
     """Be a router: once told to, ask for leases at a rate; tell what is granted, and at the end what was seen."""
+    gc.disable()
     asyncio.run(_ask(pipe, address, rate, seconds))
 
 
@@ -164,6 +171,7 @@ class Engine:
     def __init__(self, name: str) -> None:
         self.facts = EngineFacts(name, 1, POOL_BLOCKS, 1000)
         self.leases: dict[str, LeaseUse] = {}
+        self.writing = asyncio.Lock()  # a stream takes one message at a time
         self._started: list[LeaseUse] = []
         self._ended: list[str] = []
 
@@ -207,7 +215,7 @@ class Cluster:
             self._engines[name].leases[use.lease_id] = use
             self._oldest.append((name, use.lease_id))
         self._up = self._down = 0
-        self._connected = 0
+        self._settled = 0
 
     async def run(self, address: ManagerAddress, manager: psutil.Process, router: Connection) -> Report:
         """Connect everything, then have the router ask for leases."""
@@ -218,7 +226,7 @@ class Cluster:
             asyncio.create_task(self._coordinate(engine, stubs[index % NUM_CHANNELS], address))
             for index, engine in enumerate(self._engines.values())
         ]
-        while self._connected < len(tasks):
+        while self._settled < len(tasks):
             await asyncio.sleep(0.05)
         connect_s = time.monotonic() - begun_s
         await asyncio.sleep(2.0)
@@ -227,6 +235,9 @@ class Cluster:
         router.send("go")
         asked = await self._follow(router)
         elapsed_s = time.monotonic() - begun_s
+        for task in tasks:
+            if task.done():
+                task.result()
         cpu_share = (sum(manager.cpu_times()[:2]) - before) / elapsed_s
         for task in tasks:
             task.cancel()
@@ -250,39 +261,42 @@ class Cluster:
 
     async def _coordinate(self, engine: Engine, stub: pb_grpc.CacheManagerServiceStub, address: ManagerAddress) -> None:
         call = stub.Coordinate(metadata=address.metadata)
-        await self._send(call, Snapshot(engine.facts, engine.report(), tuple(engine.leases.values())))
+        await self._send(engine, call, Snapshot(engine.facts, engine.report(), tuple(engine.leases.values())))
         engine.take_changes()
-        self._connected += 1
-        reading = asyncio.create_task(self._read(call))
+        reading = asyncio.create_task(self._read(engine, call))
         try:
-            await asyncio.sleep(self._rng.random() * REPORT_PERIOD_S)
-            number = 0
-            while True:
-                number += 1
-                await self._send(call, Delta(number, engine.report(), engine.take_changes()))
-                await asyncio.sleep(REPORT_PERIOD_S)
+            due_s = time.monotonic() + self._rng.random() * REPORT_PERIOD_S
+            for number in itertools.count(1):
+                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+                due_s += REPORT_PERIOD_S  # whatever comes in between: a thousand machines do not fall into step
+                await self._send(engine, call, Delta(number, engine.report(), engine.take_changes()))
         finally:
             reading.cancel()
             call.cancel()
 
-    async def _read(self, call: grpc.aio.StreamStreamCall[pb.CoordinateRequest, pb.CoordinateResponse]) -> None:
+    async def _read(
+        self, engine: Engine, call: grpc.aio.StreamStreamCall[pb.CoordinateRequest, pb.CoordinateResponse]
+    ) -> None:
         acknowledged = 0
         while isinstance(message := await call.read(), pb.CoordinateResponse):
             self._down += message.ByteSize()
             if message.WhichOneof("message") == "send_snapshot":
                 raise AssertionError("the manager lost count")
             if message.HasField("directive") and message.directive.number > acknowledged:
+                self._settled += not acknowledged
                 acknowledged = message.directive.number
-                answer = pb.CoordinateRequest(acknowledged_directive=acknowledged)
-                self._up += answer.ByteSize()
-                await call.write(answer)
+                await self._send(engine, call, Acknowledgement(acknowledged))
 
     async def _send(
-        self, call: grpc.aio.StreamStreamCall[pb.CoordinateRequest, pb.CoordinateResponse], message: EngineMessage
+        self,
+        engine: Engine,
+        call: grpc.aio.StreamStreamCall[pb.CoordinateRequest, pb.CoordinateResponse],
+        message: EngineMessage,
     ) -> None:
         packed = engine_message_to_pb(message)
         self._up += packed.ByteSize()
-        await call.write(packed)
+        async with engine.writing:
+            await call.write(packed)
 
     async def _follow(self, router: Connection) -> Asked:
         """Start what the router was granted, and end the oldest for each, until the router is done."""

@@ -10,7 +10,7 @@ An engine that has not yet acknowledged a directive of its present connection ma
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -45,7 +45,7 @@ class Allowances:
         self._links: dict[str, _Link] = {}
         self._told: Counter[str] = Counter()
         self._unsettled: dict[str, None] = {}
-        self._changed: dict[str, None] = {}
+        self._changed = OrderedDict[str, None]()  # in the order in which they are to be told
 
     def set_limited(self, limited: Collection[str]) -> None:
         """Take other tenants with ceilings; every engine must be told."""
@@ -112,14 +112,19 @@ class Allowances:
         return is_reached
 
     def touch(self, engine_id: str) -> None:
-        """Look at an engine again when directives are next taken: what it should reclaim may have changed."""
+        """Look at an engine again when directives are next taken, first: what it should reclaim may have changed."""
         if engine_id in self._links:
             self._changed[engine_id] = None
+            self._changed.move_to_end(engine_id, last=False)
 
-    def take_directives(self, reclaim_of: Callable[[str], int | None]) -> dict[str, Directive]:
-        """Return new directives of engines for which something changed; reclaim_of is None while not connected."""
-        taken = {}
-        for engine_id in self._changed:
+    def take_directives(self, reclaim_of: Callable[[str], int | None], *, limit: int) -> dict[str, Directive]:
+        """Return new directives of engines for which something changed, at most `limit`; the rest is for next time.
+
+        reclaim_of is None while an engine is not connected.
+        """
+        taken = dict[str, Directive]()
+        while self._changed and len(taken) < limit:
+            engine_id, _ = self._changed.popitem(last=False)
             link, reclaim = self._links[engine_id], reclaim_of(engine_id)
             if reclaim is None:
                 continue
@@ -130,7 +135,6 @@ class Allowances:
             link.last = directive
             link.sent.append(directive)
             taken[engine_id] = directive
-        self._changed.clear()
         return taken
 
     def acknowledge(self, engine_id: str, number: int) -> bool:

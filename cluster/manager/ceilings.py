@@ -20,6 +20,7 @@ SHARE_PERIOD_S = 1.0
 # Lowering allowances once more before the engines can have acknowledged the last time changes nothing.
 _LOWER_PERIOD_S = 0.05
 _FREE_PART = 16
+_NO_USE = TenantUse()
 
 
 class Ceilings:
@@ -68,7 +69,7 @@ class Ceilings:
     def compare_reports(self, before: EngineReport, after: EngineReport) -> None:
         """Share anew what a report shows to be wanted elsewhere than before."""
         for tenant in self._limits:
-            if _demand(before, tenant) != _demand(after, tenant):
+            if before.price != after.price or _use(before, tenant).worths != _use(after, tenant).worths:
                 self._due.setdefault(tenant, 0)
 
     def share(self, now_s: float) -> None:
@@ -107,7 +108,7 @@ def _ceilings(tenants: Collection[TenantLimits]) -> dict[str, int | float]:
 
 
 def _use(report: EngineReport, tenant: str) -> TenantUse:
-    return report.tenants.get(tenant, TenantUse())
+    return report.tenants.get(tenant, _NO_USE)
 
 
 def _demand(report: EngineReport, tenant: str) -> Demand:

@@ -16,10 +16,13 @@ engines, for what is to come there, and the other half stays free for the tenant
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvorum.workers.governance import least_worth
+from kvorum.workers.governance import NUM_WORTH_BINS, least_worth
+
+_LEAST_WORTHS = tuple(least_worth(index) for index in range(NUM_WORTH_BINS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +43,24 @@ class Split:
 
 def split(demands: Mapping[str, Demand], room: int) -> Split:
     """Solve the problem above; equal surpluses are served in the order of their engines."""
-    allowances = dict.fromkeys(demands, 0)
-    lots = sorted(
-        (
-            (demand.price - least_worth(index), engine_id, count)
-            for engine_id, demand in demands.items()
-            for index, count in enumerate(demand.worths)
-            if count
-        ),
-        key=lambda lot: lot[0],
-    )
     left = max(0, room)
-    for loss, engine_id, count in lots:
-        taken = min(count, left)
-        allowances[engine_id] += taken
-        left -= taken
-        if taken < count:
-            return Split(allowances, max(0.0, -loss))
-    return Split(_spread(allowances, left // 2), 0.0)
+    wanted = {engine_id: sum(demand.worths) for engine_id, demand in demands.items()}
+    if (total := sum(wanted.values())) <= left:
+        return Split(_spread(wanted, (left - total) // 2), 0.0)
+    allowances = dict.fromkeys(demands, 0)
+    lots = defaultdict[float, list[tuple[str, int]]](list)
+    for engine_id, demand in demands.items():
+        for index, count in enumerate(demand.worths):
+            if count:
+                lots[demand.price - _LEAST_WORTHS[index]].append((engine_id, count))
+    for loss in sorted(lots):
+        for engine_id, count in lots[loss]:
+            taken = min(count, left)
+            allowances[engine_id] += taken
+            left -= taken
+            if taken < count:
+                return Split(allowances, max(0.0, -loss))
+    raise AssertionError("more is wanted than there is room for")
 
 
 def _spread(allowances: Mapping[str, int], left: int) -> dict[str, int]:

@@ -200,6 +200,15 @@ class TestLimits:
         assert served(manager, 6.2) == ["a"]
         assert manager.take_directives(6.2)["e0"].reclaim_blocks == 20
 
+    def test_many_engines_are_told_a_few_at_a_time_and_first_where_a_lease_is_new(self) -> None:
+        manager = manager_of(engines=40)
+        manager.set_tenants([TenantLimits("t"), TenantLimits("u", ceiling=0.5)])
+        chosen = engine_of(ask(manager, "a"))
+        told = [list(manager.take_directives(1.0)) for _ in range(4)]
+        assert told[0][0] == chosen
+        assert [len(names) for names in told] == [16, 16, 8, 0]
+        assert len({name for names in told for name in names}) == 40
+
     def test_floors_beyond_the_cluster_are_scaled_down(self) -> None:
         manager = manager_of(TenantLimits("t", floor=60), TenantLimits("u", floor=60))
         assert [tenant.floor_blocks for tenant in manager.view().tenants] == [20, 20]
