@@ -16,7 +16,7 @@ from kvorum.workers.config import EngineConfig
 from kvorum.workers.engine import Engine, build_engine
 from kvorum.workers.group import RayExecutor, build_ray_engine
 from kvorum.workers.local import LocalExecutor
-from kvorum.workers.plan import HeadQuery, StepPlan, StepResult
+from kvorum.workers.plan import CurveQuery, HeadQuery, StepPlan, StepResult
 from kvorum.workers.request import EngineRequest, KVParams
 from kvorum.workers.worker import load_worker
 from kvtest.checkpoints import tiny_checkpoint
@@ -30,10 +30,11 @@ SCORE_TIE = 1e-4
 
 
 class Watch:
-    """Looks at a sequence's slots after each of its sampled steps."""
+    """Looks at a sequence's slots, and at what it would keep of fewer blocks, after each of its sampled steps."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, block_size: int) -> None:
         self.views: dict[SeqId, list[SlotView]] = {}
+        self.curves: dict[SeqId, list[tuple[float, ...]]] = {}
         executor = engine._executor
         assert isinstance(executor, LocalExecutor | RayExecutor)
         execute = executor.execute
@@ -46,6 +47,8 @@ class Watch:
                     view = look(row.residence)
                     seen = view if isinstance(view, SlotView) else await view
                     self.views.setdefault(row.seq_id, []).append(seen)
+                    query = CurveQuery(row.residence, row.step.rule, row.step.start + row.step.num_tokens, block_size)
+                    self.curves.setdefault(row.seq_id, []).extend(await executor.retention_curves([query]))
                     layer, kv_head = len(seen.positions) - 1, len(seen.positions[0]) - 1
                     newest = row.step.start + row.step.num_tokens - 1
                     slots = await executor.look(HeadQuery(row.residence, row.step.rule, newest, layer, kv_head))
@@ -57,7 +60,7 @@ class Watch:
 
 
 async def run(engine: Engine, requests: Sequence[EngineRequest]) -> tuple[dict[str, Answer], Watch]:
-    watch = Watch(engine)
+    watch = Watch(engine, block_size=engine.info.block_size)
     await engine.start()
     try:
         return await collect(engine, requests), watch
@@ -89,7 +92,7 @@ def answer_together(
 
 
 def assert_same_kept(alone: Watch, together: Watch) -> None:
-    """Every head of every layer keeps the same tokens after every step, with the same scores."""
+    """Every head of every layer keeps the same tokens after every step, with the same scores, which sum up alike."""
     assert alone.views.keys() == together.views.keys()
     assert alone.views, "nothing was looked at"
     for seq_id, views in alone.views.items():
@@ -97,6 +100,9 @@ def assert_same_kept(alone: Watch, together: Watch) -> None:
             assert torch.equal(ours.positions, theirs.positions)
             assert torch.equal(ours.alive, theirs.alive)
             torch.testing.assert_close(ours.scores, theirs.scores, rtol=SCORE_TIE, atol=SCORE_TIE)
+        for mine, other in zip(alone.curves[seq_id], together.curves[seq_id], strict=True):
+            assert 0.0 == mine[0] < mine[-1]
+            assert other == pytest.approx(mine, abs=SCORE_TIE)
 
 
 def assert_same_answers(alone: dict[str, Answer], together: dict[str, Answer]) -> None:
