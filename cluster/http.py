@@ -187,7 +187,7 @@ def _add_operator_routes(app: FastAPI, frontend: Frontend) -> None:
         finally:
             await changes.aclose()
 
-    @app.get("/operator/cluster/watch", **openapi.described("text/event-stream", openapi.OPERATING))
+    @app.get("/operator/cluster/watch", **openapi.described(openapi.EVENTS, openapi.OPERATING))
     async def watch_cluster(http: Request) -> Response:
         changes = frontend.watch_cluster(tenant=_authenticate(http, frontend))
         events = _change_events(changes)

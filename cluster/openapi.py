@@ -29,6 +29,7 @@ from kvorum.cluster.openai import (
 from kvorum.cluster.sampling_fields import RequestFields
 
 PATH: Final = "/openapi.json"
+EVENTS: Final = "text/event-stream"
 _REFS = "#/components/schemas/{model}"
 _REQUESTS: tuple[type[RequestFields], ...] = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 
@@ -49,6 +50,9 @@ _MEANINGS = {
     503: "The cluster is full, or has no engine.",
     504: "The request took longer than it may.",
 }
+# Each event of a stream, as OpenAPI 3.2 and FastAPI describe it.
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+_EVENTS_CONTENT = {EVENTS: {"itemSchema": _EVENT}}
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer", "minimum": 1}}}
 
 
@@ -112,12 +116,14 @@ def described(
 ) -> dict[str, Any]:
     """Return the arguments of a route that say what it answers, a model or else a media type, and what it takes."""
     success: dict[str, Any] = {"description": "Success."}
-    if isinstance(answer, str):
+    if answer == EVENTS:
+        success["content"] = _EVENTS_CONTENT
+    elif isinstance(answer, str):
         success["content"] = {answer: {"schema": {"type": "string"}}}
     else:
         success["model"] = answer
     if streams:
-        success["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        success["content"] = _EVENTS_CONTENT
     arguments: dict[str, Any] = {
         "response_model": None,
         "responses": {200: success} | {status: _refusal(status) for status in sorted(refusals)},

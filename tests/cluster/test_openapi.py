@@ -112,6 +112,23 @@ def test_what_the_document_allows_is_answered_as_it_says(operation_id: str) -> N
     against_server(lambda url: fuzz(url, operation_id, GenerationMode.POSITIVE, max_examples=examples))
 
 
+@pytest.mark.parametrize(
+    ("operation_id", "asked"),
+    [
+        ("create_chat_completion", {"messages": [{"role": "user", "content": "Hello"}]}),
+        ("create_completion", {"prompt": "Hello"}),
+    ],
+)
+def test_streams_are_what_the_document_says(operation_id: str, asked: dict[str, Any]) -> None:
+    def act(url: str) -> None:
+        operation = schemathesis.openapi.from_url(f"{url}/openapi.json").find_operation_by_id(operation_id)
+        case = operation.Case(body=asked | {"stream": True, "max_tokens": 4}, media_type="application/json")
+        answer = case.call_and_validate(headers=KEY, checks=CHECKS)
+        assert answer.headers["content-type"][0].startswith("text/event-stream")
+
+    against_server(act)
+
+
 @pytest.mark.parametrize("operation_id", sorted(BODIES))
 def test_what_the_document_forbids_is_refused(operation_id: str) -> None:
     against_server(lambda url: fuzz(url, operation_id, GenerationMode.NEGATIVE, max_examples=40))
