@@ -22,6 +22,9 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LogFormat = Literal["text", "json"]
 
+# Nothing that a client sends is larger, over HTTP or gRPC.
+MAX_REQUEST_BYTES = 64 * 2**20
+
 
 class ConfigError(KvorumError):
     """A setting is unknown or has a value that cannot be used."""

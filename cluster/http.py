@@ -32,6 +32,7 @@ from kvorum.cluster.answers import (
     usage_of,
 )
 from kvorum.cluster.calls import Call
+from kvorum.cluster.config import MAX_REQUEST_BYTES
 from kvorum.cluster.errors import UnforeseenError, http_error_body, retry_after_s, status_of
 from kvorum.cluster.frontend import Frontend
 from kvorum.cluster.generation import Ending
@@ -57,7 +58,6 @@ from kvorum.kvstore.errors import InvalidRequestError, KvorumError
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 * 2**20
 _DEFAULT_COMPLETION_TOKENS = 16
 
 _Fields = TypeVar("_Fields", bound=RequestFields)
@@ -311,8 +311,8 @@ async def _read_body(http: Request) -> bytes:
     body = bytearray()
     async for part in http.stream():
         body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise InvalidRequestError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+        if len(body) > MAX_REQUEST_BYTES:
+            raise InvalidRequestError(f"the body is larger than {MAX_REQUEST_BYTES} bytes")
     return bytes(body)
 
 

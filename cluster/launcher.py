@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvorum.cluster.addresses import check_reachable, choose_ports, url_host
-from kvorum.cluster.config import ClusterConfig, ConfigError, read_api_key
+from kvorum.cluster.config import MAX_REQUEST_BYTES, ClusterConfig, ConfigError, read_api_key
 from kvorum.cluster.manager.tls import read_tls
 from kvorum.kernels.cpu.build import CompilerError, library_path
 from kvorum.kvstore.errors import DeadlineError, KvorumError
@@ -218,6 +218,8 @@ def serve_environment(config: ClusterConfig) -> dict[str, str]:
         "RAY_SERVE_PORT_QUARANTINE_S": "0",
         # Routers are drained by us before Serve stops them.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+        # Serve reads a message whole before it has seen any key.
+        "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(MAX_REQUEST_BYTES),
         "PYTHONSAFEPATH": "1",
     }
 

@@ -7,7 +7,7 @@ import asyncio
 import grpc
 import httpx
 
-from kvorum.cluster.http import MAX_BODY_BYTES
+from kvorum.cluster.config import MAX_REQUEST_BYTES
 from kvorum.protos.inference.v1 import inference_pb2 as pb
 from kvtest.garbage import BAD_BODIES, BAD_CALLS
 from kvtest.servers import assert_refused, grpc_stub, http_client
@@ -76,7 +76,7 @@ def test_what_is_not_built_is_refused_by_name() -> None:
 def test_a_body_without_end_is_cut_off() -> None:
     async def scenario() -> None:
         async with running_stack() as stack, http_client(stack) as client:
-            response = await client.post("/v1/completions", content=b" " * (MAX_BODY_BYTES + 1))
+            response = await client.post("/v1/completions", content=b" " * (MAX_REQUEST_BYTES + 1))
             assert response.status_code == 400
             assert "larger than" in response.json()["error"]["message"]
 

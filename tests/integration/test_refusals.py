@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
+from kvorum.cluster.config import MAX_REQUEST_BYTES
 from kvorum.protos.inference.v1 import inference_pb2 as pb
 from kvorum.protos.inference.v1 import inference_pb2_grpc as pb_grpc
 from kvtest.cluster import METADATA, ClusterUnderTest
@@ -52,6 +53,12 @@ def test_no_key_or_a_wrong_one(cluster: ClusterUnderTest, headers: dict[str, str
     error: Unchecked = refusal(cluster, pb.GenerateRequest(text="x"), metadata=metadata)
     assert error.code() is grpc.StatusCode.UNAUTHENTICATED
     assert details_of(error)["ErrorInfo"].reason == "INVALID_API_KEY"
+
+
+def test_a_message_without_end_is_not_read_whoever_sends_it(cluster: ClusterUnderTest) -> None:
+    error: Unchecked = refusal(cluster, pb.GenerateRequest(text="x" * MAX_REQUEST_BYTES), metadata=[])
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert cluster.completion().status_code == 200
 
 
 def test_an_unknown_model(cluster: ClusterUnderTest) -> None:
