@@ -159,8 +159,7 @@ class GrpcService(VllmEngine):
             case "text":
                 param, prompt = "text", await model.encode(request.text, param="text", add_special_tokens=True)
             case "token_ids":
-                param, prompt = "token_ids", tuple(request.token_ids.ids)
-                model.check_token_ids(prompt, param="token_ids")
+                param, prompt = "token_ids", model.prompt_of(request.token_ids.ids, param="token_ids")
             case "chat":
                 param, prompt = "chat", await self._encode_chat(fields.chat)
             case _:

@@ -183,8 +183,8 @@ class VllmEngine:
             case "text":
                 param, prompt = "text", await model.encode(request.text, param="text", add_special_tokens=True)
             case "tokenized":
-                param, prompt = "tokenized.input_ids", tuple(request.tokenized.input_ids)
-                model.check_token_ids(prompt, param=param)
+                param = "tokenized.input_ids"
+                prompt = model.prompt_of(request.tokenized.input_ids, param=param)
             case _:
                 raise InvalidRequestError("input: give tokenized or text", param="input")
         return Prompting(

@@ -27,6 +27,14 @@ def test_a_text_that_cannot_fit_is_not_even_tokenised(monkeypatch: pytest.Monkey
         asyncio.run(model.encode("x" * 1000, param="prompt", add_special_tokens=True))
 
 
+def test_more_token_ids_than_can_fit_are_not_even_looked_at() -> None:
+    model = tiny_model(max_model_len=10)
+    assert model.prompt_of(range(10), param="prompt") == tuple(range(10))
+    with pytest.raises(ContextLengthError, match="prompt has 1000000000000 tokens") as caught:
+        model.prompt_of(range(10**12), param="prompt")
+    assert caught.value.param == "prompt"
+
+
 def test_what_the_tokenizer_refuses_names_the_field() -> None:
     with pytest.raises(InvalidRequestError, match="prompt: ") as caught:
         asyncio.run(tiny_model().encode("\ud800", param="prompt", add_special_tokens=True))
