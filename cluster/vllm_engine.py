@@ -7,7 +7,6 @@ the way of every request: tenants, admission, policies, resumes.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
@@ -24,13 +23,13 @@ from kvorum.cluster.grpc_calls import CallContext, GrpcCalls, set_error
 from kvorum.cluster.grpc_messages import GenerateFields
 from kvorum.cluster.planning import Prompting
 from kvorum.cluster.structured import form_of
-from kvorum.cluster.tokenizer_archive import tokenizer_archive
-from kvorum.cluster.vllm_messages import AnswerWriter, generate_fields, model_info, scheduler_load
+from kvorum.cluster.vllm_messages import AnswerWriter, generate_fields, model_info, scheduler_load, tokenizer_chunks
 from kvorum.kvstore.errors import InvalidRequestError
 from kvorum.workers.request import RequestId
 
 VLLM_SERVICE_NAME = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
-_CHUNK_BYTES = 64 * 1024
+# More than a gateway has running; each is looked up while everybody waits.
+_MAX_ABORTED = 10_000
 
 
 class VllmEngine:
@@ -41,6 +40,7 @@ class VllmEngine:
         self._frontend = frontend
         self._gateways = GrpcCalls(frontend, "vllm")
         self._started_s = time.monotonic()
+        self._tokenizer: asyncio.Task[tuple[common_pb2.GetTokenizerChunk, ...]] | None = None
 
     async def generate(self, request: pb.GenerateRequest, grpc_context: CallContext) -> AsyncGenerator[Message]:
         """Stream one answer, or send it whole."""
@@ -64,6 +64,10 @@ class VllmEngine:
         """End running Generate calls of this router; ids of none, or of other tenants' calls, are passed over."""
         with self._gateways.answering(grpc_context, "Abort") as call:
             tenant = self._gateways.authenticate(grpc_context, call)
+            if len(request.request_ids) > _MAX_ABORTED:
+                raise InvalidRequestError(
+                    f"request_ids: {len(request.request_ids)} are more than {_MAX_ABORTED}", param="request_ids"
+                )
             for request_id in request.request_ids:
                 self._frontend.abort(RequestId(request_id), tenant=tenant)
         return pb.AbortResponse()
@@ -114,17 +118,16 @@ class VllmEngine:
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, grpc_context: CallContext
     ) -> AsyncGenerator[common_pb2.GetTokenizerChunk]:
-        """Stream the tokenizer's archive; the last chunk has the digest of the whole."""
-        archive = b""
+        """Stream the tokenizer's archive."""
+        chunks: tuple[common_pb2.GetTokenizerChunk, ...] = ()
         with self._gateways.answering(grpc_context, "GetTokenizer") as call:
             self._gateways.authenticate(grpc_context, call)
-            archive = await asyncio.to_thread(tokenizer_archive, self._frontend.model)
-        for start in range(0, len(archive), _CHUNK_BYTES):
-            is_last = start + _CHUNK_BYTES >= len(archive)
-            yield common_pb2.GetTokenizerChunk(
-                data=archive[start : start + _CHUNK_BYTES],
-                sha256=hashlib.sha256(archive).hexdigest() if is_last else "",
-            )
+            # It takes a core's second where the vocabulary is large: once, however many ask, or ask and hang up.
+            if self._tokenizer is None:
+                self._tokenizer = asyncio.create_task(asyncio.to_thread(tokenizer_chunks, self._frontend.model))
+            chunks = await asyncio.shield(self._tokenizer)
+        for chunk in chunks:
+            yield chunk
 
     async def Embed(self, request: pb.EmbedRequest, grpc_context: CallContext) -> pb.EmbedResponse:
         """Refuse."""

@@ -6,10 +6,12 @@ text of an answer has no effect: gateways turn tokens into text themselves, and 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
+from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from kvorum.cluster.engine_status import EngineStatus
@@ -17,6 +19,7 @@ from kvorum.cluster.generation import Delta, Ending
 from kvorum.cluster.grpc_messages import GenerateFields, present, validated
 from kvorum.cluster.model import ServedModel
 from kvorum.cluster.planning import GenerationRequest
+from kvorum.cluster.tokenizer_archive import tokenizer_archive
 from kvorum.kvstore.errors import InvalidRequestError
 from kvorum.workers.request import FinishReason, TokenLogprobs
 
@@ -49,6 +52,7 @@ _KNOWN_SAMPLING = frozenset(
 )
 # Names nothing that a gateway could find elsewhere: it then takes the tokenizer that is served, and its chat template.
 _TOKENIZER_PATH = "kvorum:tokenizer"
+_CHUNK_BYTES = 64 * 1024
 _KNOWN_REQUEST = frozenset(("request_id", "tokenized", "text", "sampling_params", "stream", "data_parallel_rank"))
 
 
@@ -174,6 +178,17 @@ def scheduler_load(engines: Mapping[str, EngineStatus], *, num_queued: int) -> p
         cache_hit_rate=hits / queries if queries else 0.0,
         max_running_requests=sum(status.info.max_num_seqs for status in statuses),
     )
+
+
+def tokenizer_chunks(model: ServedModel) -> tuple[common_pb2.GetTokenizerChunk, ...]:
+    """Return the model's tokenizer as an archive in pieces, of which the last one has the digest of the whole."""
+    archive = tokenizer_archive(model)
+    chunks = tuple(
+        common_pb2.GetTokenizerChunk(data=archive[start : start + _CHUNK_BYTES])
+        for start in range(0, len(archive), _CHUNK_BYTES)
+    )
+    chunks[-1].sha256 = hashlib.sha256(archive).hexdigest()
+    return chunks
 
 
 def _refuse_others(message: Message, known: Collection[str]) -> None:

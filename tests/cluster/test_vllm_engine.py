@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import io
 import json
+import threading
 import zipfile
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -17,8 +18,9 @@ import tokenizers
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
+from kvorum.cluster import vllm_messages
 from kvorum.cluster.config import ClusterConfig
-from kvorum.cluster.model import load_model
+from kvorum.cluster.model import ServedModel, load_model
 from kvorum.cluster.tenants import Tenant, hash_key
 from kvorum.cluster.tokenizer_archive import tokenizer_archive
 from kvorum.protos.inference.v1 import inference_pb2 as pb
@@ -204,6 +206,15 @@ def test_abort_ends_ones_own_requests_and_nobody_elses() -> None:
     run(scenario, TENANTS, step_delay_s=0.01)
 
 
+def test_more_aborts_than_can_be_meant_are_refused() -> None:
+    async def scenario(stub: Unchecked, _: Stack) -> None:
+        await stub.Abort(vllm.AbortRequest(request_ids=[""] * 10_000))
+        too_many = stub.Abort(vllm.AbortRequest(request_ids=[""] * 10_001))
+        await assert_refused(too_many, grpc.StatusCode.INVALID_ARGUMENT, param="request_ids")
+
+    run(scenario)
+
+
 def test_every_call_but_the_health_check_needs_a_key() -> None:
     async def scenario(stub: Unchecked, _: Stack) -> None:
         messages = {
@@ -328,6 +339,28 @@ def test_the_tokenizer_comes_as_an_archive() -> None:
         assert config["eos_token"] == "<|im_end|>"
         assert json.loads(files.read("config.json"))["eos_token_id"] == list(model.eos_token_ids)
 
+    run(scenario)
+
+
+def test_the_tokenizer_is_written_once_however_many_ask_or_hang_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = [], threading.Event()
+
+    def write(model: ServedModel) -> bytes:
+        begun.append(model)
+        assert may_end.wait(10)
+        return b"archive"
+
+    async def scenario(stub: Unchecked, _: Stack) -> None:
+        calls = [stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=20) for _ in range(3)]
+        await eventually(lambda: bool(begun))
+        calls[0].cancel()
+        await stub.HealthCheck(vllm.HealthCheckRequest())  # the server has heard of it
+        may_end.set()
+        for call in (*calls[1:], stub.GetTokenizer(common_pb2.GetTokenizerRequest())):
+            assert b"".join([chunk.data async for chunk in call]) == b"archive"
+        assert len(begun) == 1
+
+    monkeypatch.setattr(vllm_messages, "tokenizer_archive", write)
     run(scenario)
 
 
