@@ -122,7 +122,7 @@ class VllmEngine:
         chunks: tuple[common_pb2.GetTokenizerChunk, ...] = ()
         with self._gateways.answering(grpc_context, "GetTokenizer") as call:
             self._gateways.authenticate(grpc_context, call)
-            # It takes a core's second where the vocabulary is large: once, however many ask, or ask and hang up.
+            # A large vocabulary takes long: once, however many ask, or ask and hang up.
             if self._tokenizer is None:
                 self._tokenizer = asyncio.create_task(asyncio.to_thread(tokenizer_chunks, self._frontend.model))
             chunks = await asyncio.shield(self._tokenizer)

@@ -53,6 +53,7 @@ _KNOWN_SAMPLING = frozenset(
 # Names nothing that a gateway could find elsewhere: it then takes the tokenizer that is served, and its chat template.
 _TOKENIZER_PATH = "kvorum:tokenizer"
 _CHUNK_BYTES = 64 * 1024
+_INT32_MAX = 2**31 - 1
 _KNOWN_REQUEST = frozenset(("request_id", "tokenized", "text", "sampling_params", "stream", "data_parallel_rank"))
 
 
@@ -171,8 +172,9 @@ def scheduler_load(engines: Mapping[str, EngineStatus], *, num_queued: int) -> p
         num_running_reqs=num_running,
         num_waiting_reqs=num_waiting,
         num_total_reqs=num_running + num_waiting,
-        num_used_tokens=used,
-        max_total_num_tokens=capacity,
+        # The protocol was made for one engine: a large cluster holds more tokens than its fields.
+        num_used_tokens=min(used, _INT32_MAX),
+        max_total_num_tokens=min(capacity, _INT32_MAX),
         token_usage=usage,
         utilization=usage,
         cache_hit_rate=hits / queries if queries else 0.0,

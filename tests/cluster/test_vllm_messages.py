@@ -270,3 +270,9 @@ def test_a_cluster_is_one_engine_to_a_gateway() -> None:
         max_running_requests=8,
     )
     assert scheduler_load({}, num_queued=0) == pb.SchedulerLoad()
+
+
+def test_a_cluster_may_hold_more_tokens_than_the_protocol_can_say() -> None:
+    info, stats = replace(DEFAULT_INFO, num_blocks=2**28), replace(IDLE_STATS, blocks_held=2**27)
+    load = scheduler_load({"a": EngineStatus(info, stats)}, num_queued=0)
+    assert (load.num_used_tokens, load.max_total_num_tokens, load.token_usage) == (2**31 - 1, 2**31 - 1, 0.5)
