@@ -15,6 +15,8 @@ MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1000
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+# An engine looks at these with each token, while every other sequence waits.
+MAX_STOP_TOKENS = MAX_BIASES = 1024
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -51,9 +53,11 @@ class SamplingFields(RequestFields):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        default=None, max_length=MAX_BIASES
+    )
     min_tokens: Count | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MAX_STOP_TOKENS)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str | None = Field(default=None, max_length=256)

@@ -62,8 +62,9 @@ def adjust(logits: torch.Tensor, request: SampleRequest) -> torch.Tensor:
         logits = penalise(logits, request)
     if params.logit_bias:
         logits = logits.clone()
-        for token_id, bias in params.logit_bias.items():
-            logits[token_id] += bias
+        logits[list(params.logit_bias)] += torch.tensor(
+            list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device
+        )
     if request.index < params.min_tokens:
         held_back = [*params.stop_token_ids, *params.eos_token_ids]
         logits = logits.clone()

@@ -147,6 +147,7 @@ def test_the_tables_above_hold_every_field() -> None:
         ({"n": 1000}, "n"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias"),
         ({"stop": [""]}, "stop[0]"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
         ({"choice": pb.ChoiceConstraint()}, "structured_outputs.choice"),
     ],
 )
