@@ -90,6 +90,8 @@ def form_of(response_format: ResponseFormat | None, structured: StructuredOutput
     if structured.regex is not None:
         return _checked(LLMatcher.grammar_from_regex(structured.regex), "structured_outputs.regex")
     if structured.choice is not None:
+        # Each character becomes one or more, one by one.
+        _check_length(sum(map(len, structured.choice)), "structured_outputs.choice")
         texts = "|".join(map(_as_regex, structured.choice))
         return _checked(LLMatcher.grammar_from_regex(f"({texts})"), "structured_outputs.choice")
     assert structured.json_schema is not None, "exactly one is given"
@@ -111,8 +113,12 @@ def _as_regex(text: str) -> str:
 
 
 def _checked(grammar: str, param: str) -> Form:
-    if len(grammar) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequestError(
-            f"{param}: is {len(grammar)} characters long as a grammar, more than {MAX_GRAMMAR_CHARS}", param=param
-        )
+    _check_length(len(grammar), param)
     return Form(grammar, param)
+
+
+def _check_length(num_chars: int, param: str) -> None:
+    if num_chars > MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(
+            f"{param}: is at least {num_chars} characters long as a grammar, more than {MAX_GRAMMAR_CHARS}", param=param
+        )

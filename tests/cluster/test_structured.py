@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from kvorum.cluster.structured import MAX_GRAMMAR_CHARS, StructuredOutputs, form_of
+from kvorum.kvstore.errors import InvalidRequestError
 from kvorum.protos.inference.v1 import inference_pb2 as pb
 from kvtest.servers import assert_refused, grpc_stub, http_client
 from kvtest.stack import Stack, running_stack
@@ -95,6 +96,14 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens", "structured answer"),
     ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "structured answer"),
 ]
+
+
+def test_choices_that_are_too_long_are_not_even_written_as_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LLMatcher, "grammar_from_regex", lambda _: pytest.fail("was written"))
+    texts = ["x" * (MAX_GRAMMAR_CHARS // 2), "y" * (MAX_GRAMMAR_CHARS // 2 + 1)]
+    with pytest.raises(InvalidRequestError, match="at least 32769 characters") as caught:
+        form_of(None, StructuredOutputs(choice=texts))
+    assert caught.value.param == "structured_outputs.choice"
 
 
 @pytest.mark.parametrize(("fields", "param", "text"), REFUSED)
