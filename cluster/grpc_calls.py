@@ -18,6 +18,9 @@ from kvorum.cluster.addresses import is_loopback
 from kvorum.cluster.calls import Call
 from kvorum.cluster.errors import UnforeseenError, grpc_status_of
 from kvorum.cluster.frontend import Frontend
+from kvorum.cluster.grpc_messages import GenerateFields
+from kvorum.cluster.planning import GenerationRequest, Prompting
+from kvorum.cluster.structured import form_of
 from kvorum.kvstore.errors import KvorumError, PermissionDeniedError
 
 logger = logging.getLogger(__name__)
@@ -76,6 +79,21 @@ class GrpcCalls:
         text = value.decode(errors="replace") if isinstance(value, bytes) else value
         call.tenant = self._frontend.authenticate(text)
         return call.tenant
+
+    async def plan(
+        self, call: Call, fields: GenerateFields, prompt: tuple[int, ...], *, param: str
+    ) -> GenerationRequest:
+        """Check what a tenant's call asks for and lay out its sequences; param: the field that the prompt came in."""
+        form = form_of(None, fields.structured_outputs)
+        prompting = Prompting(
+            request_id=call.request_id,
+            prompts=(prompt,),
+            prompt_param=param,
+            max_tokens=fields.max_tokens,
+            logprobs=fields.logprobs,
+            grammar=await self._frontend.grammar_of(form),
+        )
+        return self._frontend.plan(fields, prompting, tenant=call.tenant)
 
 
 def set_error(grpc_context: CallContext, error: Exception, call: Call) -> None:

@@ -25,8 +25,7 @@ from kvorum.cluster.grpc_messages import (
     delta_message,
     generate_fields,
 )
-from kvorum.cluster.planning import Prompting, check_model
-from kvorum.cluster.structured import form_of
+from kvorum.cluster.planning import check_model
 from kvorum.cluster.vllm_engine import VLLM_SERVICE_NAME, VllmEngine
 from kvorum.kvstore.errors import InvalidRequestError
 from kvorum.protos.inference.v1 import inference_pb2 as pb
@@ -43,7 +42,6 @@ class GrpcService(VllmEngine):
     def __init__(self, frontend: Frontend) -> None:
         """Serve what `frontend` serves."""
         super().__init__(frontend)
-        self._frontend = frontend
         self._calls = GrpcCalls(frontend, "grpc")
 
     async def Generate(
@@ -51,7 +49,7 @@ class GrpcService(VllmEngine):
     ) -> AsyncGenerator[Message]:
         """Stream one answer, as the service writes it whose request came."""
         answer: AsyncGenerator[Message] = (
-            self.generate(request, grpc_context)
+            self.generate_for_gateway(request, grpc_context)
             if isinstance(request, vllm_pb.GenerateRequest)
             else self._generate(request, grpc_context)
         )
@@ -62,12 +60,12 @@ class GrpcService(VllmEngine):
     async def _generate(self, request: pb.GenerateRequest, grpc_context: CallContext) -> AsyncGenerator[Message]:
         with self._calls.note(grpc_context, "Generate") as call:
             try:
-                tenant = self._calls.authenticate(grpc_context, call)
+                self._calls.authenticate(grpc_context, call)
                 fields = generate_fields(request)
                 if fields.request_id:
                     call.identify(RequestId(fields.request_id))
-                prompting = await self._prompting(request, fields, call.request_id)
-                plan = self._frontend.plan(fields, prompting, tenant=tenant)
+                param, prompt = await self._prompt_of(request, fields)
+                plan = await self._calls.plan(call, fields, prompt, param=param)
                 async with self._frontend.answer(call, plan) as deltas:
                     async for delta in deltas:
                         yield delta_message(plan.request_id, delta, prompt_tokens=plan.prompt_tokens)
@@ -107,7 +105,7 @@ class GrpcService(VllmEngine):
     ) -> pb.AbortResponse | vllm_pb.AbortResponse:
         """End a running Generate call of this router, of the service whose request came."""
         if isinstance(request, vllm_pb.AbortRequest):
-            return await self.abort(request, grpc_context)
+            return await self.abort_for_gateway(request, grpc_context)
         with self._calls.answering(grpc_context, "Abort") as call:
             tenant = self._calls.authenticate(grpc_context, call)
             if not self._frontend.abort(RequestId(request.request_id), tenant=tenant):
@@ -152,26 +150,18 @@ class GrpcService(VllmEngine):
         status: int = statuses.SERVING if self._frontend.is_ready else statuses.NOT_SERVING
         return status
 
-    async def _prompting(self, request: pb.GenerateRequest, fields: GenerateFields, request_id: RequestId) -> Prompting:
+    async def _prompt_of(self, request: pb.GenerateRequest, fields: GenerateFields) -> tuple[str, tuple[int, ...]]:
+        """Return the field that the prompt came in, and its tokens."""
         model = self._frontend.model
         check_model(fields.model, model)
         match request.WhichOneof("input"):
             case "text":
-                param, prompt = "text", await model.encode(request.text, param="text", add_special_tokens=True)
+                return "text", await model.encode(request.text, param="text", add_special_tokens=True)
             case "token_ids":
-                param, prompt = "token_ids", model.prompt_of(request.token_ids.ids, param="token_ids")
+                return "token_ids", model.prompt_of(request.token_ids.ids, param="token_ids")
             case "chat":
-                param, prompt = "chat", await self._encode_chat(fields.chat)
-            case _:
-                raise InvalidRequestError("input: give text, token_ids or chat", param="input")
-        return Prompting(
-            request_id=request_id,
-            prompts=(prompt,),
-            prompt_param=param,
-            max_tokens=fields.max_tokens,
-            logprobs=fields.logprobs,
-            grammar=await self._frontend.grammar_of(form_of(None, fields.structured_outputs)),
-        )
+                return "chat", await self._encode_chat(fields.chat)
+        raise InvalidRequestError("input: give text, token_ids or chat", param="input")
 
     async def _encode_chat(self, chat: ConversationFields | None) -> tuple[int, ...]:
         assert chat, "the fields hold what the request's input is"

@@ -20,9 +20,6 @@ from kvorum.cluster.calls import Call
 from kvorum.cluster.errors import UnimplementedError
 from kvorum.cluster.frontend import Frontend
 from kvorum.cluster.grpc_calls import CallContext, GrpcCalls, set_error
-from kvorum.cluster.grpc_messages import GenerateFields
-from kvorum.cluster.planning import Prompting
-from kvorum.cluster.structured import form_of
 from kvorum.cluster.vllm_messages import AnswerWriter, generate_fields, model_info, scheduler_load, tokenizer_chunks
 from kvorum.kvstore.errors import InvalidRequestError
 from kvorum.workers.request import RequestId
@@ -33,7 +30,7 @@ _MAX_ABORTED = 10_000
 
 
 class VllmEngine:
-    """The service's RPCs; `generate` and `abort` are those whose names another service has too."""
+    """The service's RPCs; those `for_gateway` have names that another service has too."""
 
     def __init__(self, frontend: Frontend) -> None:
         """Serve what `frontend` serves."""
@@ -42,16 +39,18 @@ class VllmEngine:
         self._started_s = time.monotonic()
         self._tokenizer: asyncio.Task[tuple[common_pb2.GetTokenizerChunk, ...]] | None = None
 
-    async def generate(self, request: pb.GenerateRequest, grpc_context: CallContext) -> AsyncGenerator[Message]:
+    async def generate_for_gateway(
+        self, request: pb.GenerateRequest, grpc_context: CallContext
+    ) -> AsyncGenerator[Message]:
         """Stream one answer, or send it whole."""
         with self._gateways.note(grpc_context, "Generate") as call:
             try:
-                tenant = self._gateways.authenticate(grpc_context, call)
+                self._gateways.authenticate(grpc_context, call)
                 fields = generate_fields(request)
                 if fields.request_id:
                     call.identify(RequestId(fields.request_id))
-                prompting = await self._prompting_of(request, fields, call.request_id)
-                plan = self._frontend.plan(fields, prompting, tenant=tenant)
+                param, prompt = await self._prompt_from_gateway(request)
+                plan = await self._gateways.plan(call, fields, prompt, param=param)
                 writer = AnswerWriter(plan, streams=request.stream)
                 async with self._frontend.answer(call, plan) as deltas:
                     async for delta in deltas:
@@ -60,7 +59,7 @@ class VllmEngine:
             except Exception as error:
                 set_error(grpc_context, error, call)
 
-    async def abort(self, request: pb.AbortRequest, grpc_context: CallContext) -> pb.AbortResponse:
+    async def abort_for_gateway(self, request: pb.AbortRequest, grpc_context: CallContext) -> pb.AbortResponse:
         """End running Generate calls of this router; ids of none, or of other tenants' calls, are passed over."""
         with self._gateways.answering(grpc_context, "Abort") as call:
             tenant = self._gateways.authenticate(grpc_context, call)
@@ -178,23 +177,13 @@ class VllmEngine:
     def _check_operator(self, grpc_context: CallContext, call: Call) -> None:
         self._frontend.tenants.check_operator(self._gateways.authenticate(grpc_context, call))
 
-    async def _prompting_of(
-        self, request: pb.GenerateRequest, fields: GenerateFields, request_id: RequestId
-    ) -> Prompting:
+    async def _prompt_from_gateway(self, request: pb.GenerateRequest) -> tuple[str, tuple[int, ...]]:
+        """Return the field that the prompt came in, and its tokens."""
         model = self._frontend.model
         match request.WhichOneof("input"):
             case "text":
-                param, prompt = "text", await model.encode(request.text, param="text", add_special_tokens=True)
+                return "text", await model.encode(request.text, param="text", add_special_tokens=True)
             case "tokenized":
                 param = "tokenized.input_ids"
-                prompt = model.prompt_of(request.tokenized.input_ids, param=param)
-            case _:
-                raise InvalidRequestError("input: give tokenized or text", param="input")
-        return Prompting(
-            request_id=request_id,
-            prompts=(prompt,),
-            prompt_param=param,
-            max_tokens=fields.max_tokens,
-            logprobs=fields.logprobs,
-            grammar=await self._frontend.grammar_of(form_of(None, fields.structured_outputs)),
-        )
+                return param, model.prompt_of(request.tokenized.input_ids, param=param)
+        raise InvalidRequestError("input: give tokenized or text", param="input")
