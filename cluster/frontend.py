@@ -153,9 +153,9 @@ class Frontend:
         """Return the tenant of an Authorization header or metadata entry; raises AuthenticationError."""
         return self.tenants.authenticate(authorization)
 
-    async def grammar_of(self, form: Form) -> str:
+    async def grammar_of(self, form: Form, *, tenant: str) -> str:
         """Return the grammar of a form that engines can follow; raises InvalidRequestError for one that they cannot."""
-        await self._grammar_trial.check(form.grammar, param=form.param)
+        await self._grammar_trial.check(form.grammar, param=form.param, tenant=tenant)
         return form.grammar
 
     def plan(self, fields: SamplingFields, prompting: Prompting, *, tenant: str) -> GenerationRequest:

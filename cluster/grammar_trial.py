@@ -15,6 +15,7 @@ import resource
 import sys
 import time
 from collections import OrderedDict
+from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -31,19 +32,21 @@ _TOO_HARD = "cannot be followed: it takes too long to work out"
 
 
 class GrammarTrial:
-    """Tries grammars for one model, one at a time."""
+    """Tries grammars for one model, one at a time, and one of each tenant in turn."""
 
     def __init__(self, tokenizer_json: str, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._vocabulary = json.dumps([tokenizer_json, vocab_size, list(eos_token_ids)])
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
+        # Held by one grammar of a tenant at a time: however many it brings, others wait for one of them.
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._good: OrderedDict[str, None] = OrderedDict()
 
-    async def check(self, grammar: str, *, param: str) -> None:
-        """Raise InvalidRequestError, which names param, for a grammar that no engine should get."""
+    async def check(self, grammar: str, *, param: str, tenant: str) -> None:
+        """Raise InvalidRequestError, which names param, for a tenant's grammar that no engine should get."""
         if not grammar or grammar in self._good:
             return
-        async with self._turn:
+        async with self._turns.setdefault(tenant, asyncio.Lock()), self._turn:
             if grammar in self._good:  # while this one waited
                 return
             try:

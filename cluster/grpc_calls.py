@@ -91,7 +91,7 @@ class GrpcCalls:
             prompt_param=param,
             max_tokens=fields.max_tokens,
             logprobs=fields.logprobs,
-            grammar=await self._frontend.grammar_of(form),
+            grammar=await self._frontend.grammar_of(form, tenant=call.tenant),
         )
         return self._frontend.plan(fields, prompting, tenant=call.tenant)
 

@@ -99,7 +99,9 @@ def _add_inference_routes(app: FastAPI, frontend: Frontend) -> None:
             max_tokens=request.max_completion_tokens if uses_new_name else request.max_tokens,
             max_tokens_param="max_completion_tokens" if uses_new_name else "max_tokens",
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-            grammar=await frontend.grammar_of(form_of(request.response_format, request.structured_outputs)),
+            grammar=await frontend.grammar_of(
+                form_of(request.response_format, request.structured_outputs), tenant=tenant
+            ),
         )
         plan = frontend.plan(request, prompting, tenant=tenant)
         writer = _AnswerWriter(frontend, ChatFormat(frontend.model), plan, call_of(http))
@@ -121,7 +123,9 @@ def _add_inference_routes(app: FastAPI, frontend: Frontend) -> None:
             max_tokens=request.max_tokens,
             default_max_tokens=_DEFAULT_COMPLETION_TOKENS,
             logprobs=request.logprobs,
-            grammar=await frontend.grammar_of(form_of(request.response_format, request.structured_outputs)),
+            grammar=await frontend.grammar_of(
+                form_of(request.response_format, request.structured_outputs), tenant=tenant
+            ),
         )
         plan = frontend.plan(request, prompting, tenant=tenant)
         echo = [_echo(sequence.prompt_token_ids, request, frontend) for sequence in plan.sequences]
