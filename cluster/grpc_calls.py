@@ -65,7 +65,7 @@ class GrpcCalls:
             try:
                 yield call
             except Exception as error:
-                set_error(grpc_context, error, call)
+                set_error(grpc_context, error, call, has_begun=False)
 
     def authenticate(self, grpc_context: CallContext, call: Call) -> str:
         """Return the tenant whose key the call brings."""
@@ -96,15 +96,18 @@ class GrpcCalls:
         return self._frontend.plan(fields, prompting, tenant=call.tenant)
 
 
-def set_error(grpc_context: CallContext, error: Exception, call: Call) -> None:
-    """Write what was raised as the call's status; one that nobody foresaw stays in the log."""
+def set_error(grpc_context: CallContext, error: Exception, call: Call, *, has_begun: bool) -> None:
+    """Write what was raised as the call's status; one that nobody foresaw stays in the log.
+
+    has_begun: whether the client has a part of its answer.
+    """
     if not isinstance(error, KvorumError):
         logger.error("call failed", exc_info=error)
         error = UnforeseenError()
-    if call.first_token_s is None:
-        call.refuse(error)
-    else:
+    if has_begun:
         call.fail(error)
+    else:
+        call.refuse(error)
     status = grpc_status_of(error)
     grpc_context.set_code(status.code)
     grpc_context.set_details(status.details)

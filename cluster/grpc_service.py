@@ -70,7 +70,7 @@ class GrpcService(VllmEngine):
                     async for delta in deltas:
                         yield delta_message(plan.request_id, delta, prompt_tokens=plan.prompt_tokens)
             except Exception as error:
-                set_error(grpc_context, error, call)
+                set_error(grpc_context, error, call, has_begun=call.first_token_s is not None)
 
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: CallContext) -> pb.TokenizeResponse:
         """Turn text or a conversation into token ids."""

@@ -43,6 +43,7 @@ class VllmEngine:
         self, request: pb.GenerateRequest, grpc_context: CallContext
     ) -> AsyncGenerator[Message]:
         """Stream one answer, or send it whole."""
+        has_begun = False
         with self._gateways.note(grpc_context, "Generate") as call:
             try:
                 self._gateways.authenticate(grpc_context, call)
@@ -55,9 +56,10 @@ class VllmEngine:
                 async with self._frontend.answer(call, plan) as deltas:
                     async for delta in deltas:
                         for response in writer.write(delta):
+                            has_begun = True
                             yield response
             except Exception as error:
-                set_error(grpc_context, error, call)
+                set_error(grpc_context, error, call, has_begun=has_begun)
 
     async def abort_for_gateway(self, request: pb.AbortRequest, grpc_context: CallContext) -> pb.AbortResponse:
         """End running Generate calls of this router; ids of none, or of other tenants' calls, are passed over."""

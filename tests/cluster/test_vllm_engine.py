@@ -25,6 +25,7 @@ from kvorum.cluster.tenants import Tenant, hash_key
 from kvorum.cluster.tokenizer_archive import tokenizer_archive
 from kvorum.protos.inference.v1 import inference_pb2 as pb
 from kvorum.protos.inference.v1 import inference_pb2_grpc as pb_grpc
+from kvtest.counting import samples_of
 from kvtest.managed import managed_cluster
 from kvtest.served import embedded_model_served
 from kvtest.servers import Unchecked, assert_refused, failure_of, grpc_channel
@@ -176,6 +177,18 @@ def test_what_cannot_be_served_is_refused_by_name(message: vllm.GenerateRequest,
         await assert_refused(stub.Generate(message), grpc.StatusCode.INVALID_ARGUMENT, param=param)
 
     run(scenario)
+
+
+def test_an_answer_that_fails_midway_is_a_failure_of_a_stream_and_a_refusal_of_a_whole() -> None:
+    async def scenario(stub: Unchecked, stack: Stack) -> None:
+        for stream in (True, False):
+            call = stub.Generate(request(stream=stream, max_tokens=400))
+            await assert_refused(call, grpc.StatusCode.DEADLINE_EXCEEDED, param=None)
+        samples = samples_of((await stack.frontend.render_metrics()).decode())
+        assert samples["kvorum_request_failures_total", (("reason", "timeout"),)] == 1
+        assert samples["kvorum_admission_rejections_total", (("reason", "timeout"), ("tenant", "default"))] == 1
+
+    run(scenario, ClusterConfig(request_timeout_s=0.3), step_delay_s=0.02)
 
 
 def test_cancelling_frees_the_blocks() -> None:
