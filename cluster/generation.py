@@ -186,6 +186,9 @@ class _Run:
 
     async def start(self) -> None:
         """Send the request to an engine; while there is none, wait as long as for one to resume on."""
+        for sequence in self._open:
+            if sequence.planned.answer_token_ids:
+                await asyncio.to_thread(sequence.take_over)
         give_up_s = min(_now_s() + self._generator.resume.timeout_s, self._deadline_s)
         while True:
             try:
@@ -345,6 +348,10 @@ class _Sequence:
             return model.tokenizer.decode(token_ids, skip_special_tokens=request.skip_special_tokens)
 
         self._detokenizer = IncrementalDetokenizer(decode, context=sequence.prompt_token_ids)
+
+    def take_over(self) -> None:
+        """Read the part of the answer that the client has already."""
+        self._read(self.planned.answer_token_ids)
 
     def context_tokens(self, expected_answer_tokens: int | None = None) -> int:
         """Return the tokens of prompt and answer, the latter as long as it may get or as is expected."""

@@ -81,9 +81,12 @@ class GrpcCalls:
         return call.tenant
 
     async def plan(
-        self, call: Call, fields: GenerateFields, prompt: tuple[int, ...], *, param: str
+        self, call: Call, fields: GenerateFields, prompt: tuple[int, ...], *, param: str, answer: tuple[int, ...] = ()
     ) -> GenerationRequest:
-        """Check what a tenant's call asks for and lay out its sequences; param: the field that the prompt came in."""
+        """Check what a tenant's call asks for and lay out its sequences.
+
+        param: the field that the prompt came in. answer: what the client has of it already.
+        """
         form = form_of(None, fields.structured_outputs)
         prompting = Prompting(
             request_id=call.request_id,
@@ -92,6 +95,7 @@ class GrpcCalls:
             max_tokens=fields.max_tokens,
             logprobs=fields.logprobs,
             grammar=await self._frontend.grammar_of(form, tenant=call.tenant),
+            answer=answer,
         )
         return self._frontend.plan(fields, prompting, tenant=call.tenant)
 

@@ -65,7 +65,8 @@ class GrpcService(VllmEngine):
                 if fields.request_id:
                     call.identify(RequestId(fields.request_id))
                 param, prompt = await self._prompt_of(request, fields)
-                plan = await self._calls.plan(call, fields, prompt, param=param)
+                answer = self._frontend.model.prompt_of(request.answer_token_ids, param="answer_token_ids")
+                plan = await self._calls.plan(call, fields, prompt, param=param, answer=answer)
                 async with self._frontend.answer(call, plan) as deltas:
                     async for delta in deltas:
                         yield delta_message(plan.request_id, delta, prompt_tokens=plan.prompt_tokens)

@@ -49,6 +49,7 @@ class Prompting:
 
     max_tokens: None for default_max_tokens, and if that is None for as many as there is room for. logprobs:
     alternatives beside each token; None reports no log-probabilities. grammar: that the answer must follow, if any.
+    answer: tokens of it that the client has already.
     """
 
     request_id: RequestId
@@ -59,6 +60,7 @@ class Prompting:
     default_max_tokens: int | None = None
     logprobs: int | None = None
     grammar: str = ""
+    answer: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,11 @@ def plan_generation(fields: SamplingFields, prompting: Prompting, around: Surrou
     sequences: list[EngineRequest] = []
     for prompt in prompting.prompts:
         max_tokens = _max_tokens(prompting, len(prompt), kv=kv, around=around)
+        if len(prompting.answer) >= max_tokens:
+            raise InvalidRequestError(
+                f"answer_token_ids: {len(prompting.answer)} are all of the {max_tokens} tokens the answer may have",
+                param="answer_token_ids",
+            )
         sampling = _sampling_params(fields, prompting, max_tokens=max_tokens, model=around.model)
         for choice in range(num_choices):
             seed = (around.random_seed if fields.seed is None else fields.seed) + choice
@@ -103,6 +110,7 @@ def plan_generation(fields: SamplingFields, prompting: Prompting, around: Surrou
                     request_id=RequestId(f"{around.tenant}/{prompting.request_id}-{len(sequences)}"),
                     prompt_token_ids=prompt,
                     sampling=replace(sampling, seed=seed & _SEED_MASK),
+                    answer_token_ids=prompting.answer,
                     kv=kv,
                     priority=tenant.engine_priority(fields.priority or 0),
                     timeout_s=config.request_timeout_s,

@@ -76,7 +76,6 @@ class Scripted(pb_grpc.InferenceServiceServicer):
 
     acts: list[tuple[pb.GenerateResponse, ...] | KvorumError]
     requests: list[pb.GenerateRequest] = field(default_factory=list)
-    tokenized: list[pb.TokenizeRequest] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
 
     async def Generate(
@@ -91,10 +90,6 @@ class Scripted(pb_grpc.InferenceServiceServicer):
             yield response
         if self.acts:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
-
-    async def Tokenize(self, request: pb.TokenizeRequest, _: object) -> pb.TokenizeResponse:
-        self.tokenized.append(request)
-        return pb.TokenizeResponse(token_ids=[1, 2])
 
 
 async def asked_async(target: str) -> Answer:
@@ -132,30 +127,37 @@ def tokens(*token_ids: int, completion: pb.Completion | None = None) -> pb.Gener
     return pb.GenerateResponse(token_ids=token_ids, text="x" * len(token_ids), completion=completion)
 
 
-def test_a_broken_stream_goes_on_with_what_is_left_of_the_request() -> None:
+def test_a_broken_stream_goes_on_with_the_tokens_that_came() -> None:
     script = Scripted([(tokens(3), tokens(4, 5)), (tokens(6),), (tokens(7), tokens(8, completion=END))])
-    options = Options(
-        max_tokens=20, min_tokens=4, temperature=0.0, stop_token_ids=(9,), policy="h2o", request_id="mine", model="m"
-    )
+    options = Options(max_tokens=20, min_tokens=4, stop=("x",), policy="h2o", request_id="mine", model="m")
 
     async def scenario(client: AsyncClient) -> None:
         answer = await client.chat("hi", options)
         assert answer.token_ids == (3, 4, 5, 6, 7, 8)
         assert answer.text == "x" * 6
         ending = answer.completion
-        assert (ending.reconnects, ending.prompt_tokens, ending.completion_tokens) == (2, 9 - 4, 4 + 2)
+        assert (ending.reconnects, ending.prompt_tokens, ending.completion_tokens) == (2, 9, 2)
 
     play(script, scenario)
     first, second, third = script.requests
-    conversation = pb.Conversation(messages=[pb.Message(role="user", content="hi")])
-    assert first.chat == conversation
-    assert script.tokenized == [pb.TokenizeRequest(model="m", chat=conversation)], "asked once, and only when needed"
-    for request, sent, left, least in ((second, [1, 2, 3, 4, 5], 17, 1), (third, [1, 2, 3, 4, 5, 6], 16, 0)):
-        assert request.token_ids.ids == sent
-        assert (request.sampling.max_tokens, request.sampling.min_tokens) == (left, least)
-        assert not request.request_id, "its name may still be taken"
-        assert (request.model, request.kvorum) == ("m", first.kvorum)
-        assert request.sampling.stop_token_ids == [9]
+    assert first.request_id == "mine"
+    assert first.sampling.HasField("seed")
+    for request, came in ((second, [3, 4, 5]), (third, [3, 4, 5, 6])):
+        expected = pb.GenerateRequest()
+        expected.CopyFrom(first)
+        expected.request_id = ""  # its name may still be taken
+        expected.answer_token_ids[:] = came
+        assert request == expected
+
+
+def test_a_seed_is_kept() -> None:
+    script = Scripted([(tokens(completion=END),)])
+
+    async def scenario(client: AsyncClient) -> None:
+        await client.complete("hi", Options(seed=0))
+
+    play(script, scenario)
+    assert script.requests[0].sampling.seed == 0
 
 
 @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ def test_a_stream_that_broke_at_its_last_token_has_nothing_left_to_ask_for() -> 
     script = Scripted([(tokens(3), tokens(4)), ()])
 
     async def scenario(client: AsyncClient) -> None:
-        with pytest.raises(BrokenStreamError, match="after 2 tokens"):
+        with pytest.raises(BrokenStreamError, match="after its last token, 2 in all"):
             await client.complete("hi", Options(max_tokens=2, temperature=0.0))
 
     play(script, scenario)

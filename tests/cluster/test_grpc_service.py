@@ -113,6 +113,33 @@ def test_the_servers_deadline_is_a_typed_error() -> None:
     run(scenario, ClusterConfig(request_timeout_s=0.2), step_delay_s=0.02)
 
 
+@pytest.mark.parametrize("stop", [[], ["bca"]])
+def test_an_answer_goes_on_after_what_came_of_it(stop: list[str]) -> None:
+    async def scenario(stub: Unchecked, _: Stack) -> None:
+        whole = await answer(stub, request(max_tokens=9, stop=stop))
+        token_ids = [token for piece in whole for token in piece.token_ids]
+        assert len(token_ids) == (4 if stop else 9)
+        for count in range(1, len(token_ids)):
+            rest = await answer(stub, request(max_tokens=9, stop=stop, answer_token_ids=token_ids[:count]))
+            assert [token for piece in rest for token in piece.token_ids] == token_ids[count:]
+            # The engine of these tests sends a token at a time.
+            assert [piece.text for piece in rest] == [piece.text for piece in whole[count:]]
+            assert rest[-1].completion.usage == whole[-1].completion.usage
+            assert rest[-1].completion.finish_reason == whole[-1].completion.finish_reason
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("came", "why"), [([97] * 5, "all of the 5 tokens"), ([97, 10**6], "not in the vocabulary")])
+def test_what_cannot_have_come_of_an_answer_is_refused(came: list[int], why: str) -> None:
+    async def scenario(stub: Unchecked, _: Stack) -> None:
+        call = stub.Generate(request(max_tokens=5, answer_token_ids=came))
+        await assert_refused(call, grpc.StatusCode.INVALID_ARGUMENT, param="answer_token_ids")
+        assert why in str((await failure_of(call)).details())
+
+    run(scenario)
+
+
 def test_a_full_cluster_says_when_to_come_back() -> None:
     async def scenario(stub: Unchecked, stack: Stack) -> None:
         calls = [stub.Generate(request(max_tokens=300)) for _ in range(4)]

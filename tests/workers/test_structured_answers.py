@@ -54,19 +54,27 @@ def test_answers_follow_their_grammars_sampled_evicted_and_side_by_side() -> Non
     ]
     requests.append(EngineRequest(RequestId("free"), tuple(tokenizer.encode(prompt)), replace(free, max_tokens=8)))
 
+    def rest_of(request: EngineRequest, answer: Answer) -> EngineRequest:
+        came = tuple(answer.token_ids[: len(answer.token_ids) // 2])
+        return replace(request, request_id=RequestId(f"rest of {request.request_id}"), answer_token_ids=came)
+
     async def go() -> dict[str, Answer]:
         worker, shape = load_worker(config)
         engine = build_engine(config, shape, LocalExecutor(worker), engine_id="structured")
         await engine.start()
         try:
-            return await collect(engine, requests)
+            whole = await collect(engine, requests)
+            return whole | await collect(engine, [rest_of(it, whole[it.request_id]) for it in requests[:-1]])
         finally:
             await engine.stop()
 
     answers = asyncio.run(go())
-    for seed in range(2):
-        texts = {name: tokenizer.decode(answers[f"{name}{seed}"].token_ids) for name in WAYS}
-        assert all(answers[f"{name}{seed}"].finish_reason is FinishReason.STOP for name in WAYS), texts
+    for name in [f"{way}{seed}" for way in WAYS for seed in range(2)]:
+        whole, rest = answers[name].token_ids, answers[f"rest of {name}"]
+        answers[f"resumed {name}"] = replace(rest, token_ids=[*whole[: len(whole) // 2], *rest.token_ids])
+    for kind in ("{}0", "{}1", "resumed {}0", "resumed {}1"):
+        texts = {name: tokenizer.decode(answers[kind.format(name)].token_ids) for name in WAYS}
+        assert all(answers[kind.format(name)].finish_reason is FinishReason.STOP for name in WAYS), texts
         found = json.loads(texts["json"])
         assert list(found) == ["city", "people", "old"]
         assert (type(found["city"]), type(found["people"]), type(found["old"])) == (str, int, bool)

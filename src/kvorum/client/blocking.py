@@ -130,9 +130,6 @@ class Client:
             time.sleep(wait_s)
 
     def _one_call(self, running: Running) -> Generator[Piece]:
-        if running.needs_token_ids:
-            request, remaining_s = running.tokenize_request(), running.attempts.remaining_s
-            running.take_token_ids(self._stub.Tokenize(request, metadata=self._metadata, timeout=remaining_s))
         remaining_s = running.attempts.remaining_s
         call = self._stub.Generate(running.next_request(), metadata=self._metadata, timeout=remaining_s)
         try:

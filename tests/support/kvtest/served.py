@@ -24,11 +24,11 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def embedded_model_served() -> AsyncIterator[Served]:
-    """Serve the embedded model without a cache manager."""
+async def embedded_model_served(**options: str) -> AsyncIterator[Served]:
+    """Serve the embedded model without a cache manager; options are EngineConfig's."""
     config = ClusterConfig(cache_manager=False)
     async with contextlib.AsyncExitStack() as stack:
-        it = await stack.enter_async_context(rig(embedded_cpu_backend(), num_blocks=160, note_kept=False))
+        it = await stack.enter_async_context(rig(embedded_cpu_backend(**options), num_blocks=160, note_kept=False))
         server = EngineServer(it.engine)
         address = f"127.0.0.1:{await server.start('127.0.0.1')}"
         stack.push_async_callback(server.stop)
