@@ -65,7 +65,7 @@ class GrpcService(VllmEngine):
                 if fields.request_id:
                     call.identify(RequestId(fields.request_id))
                 param, prompt = await self._prompt_of(request, fields)
-                answer = self._frontend.model.prompt_of(request.answer_token_ids, param="answer_token_ids")
+                answer = self._frontend.model.checked_tokens(request.answer_token_ids, param="answer_token_ids")
                 plan = await self._calls.plan(call, fields, prompt, param=param, answer=answer)
                 async with self._frontend.answer(call, plan) as deltas:
                     async for delta in deltas:
@@ -159,7 +159,7 @@ class GrpcService(VllmEngine):
             case "text":
                 return "text", await model.encode(request.text, param="text", add_special_tokens=True)
             case "token_ids":
-                return "token_ids", model.prompt_of(request.token_ids.ids, param="token_ids")
+                return "token_ids", model.checked_tokens(request.token_ids.ids, param="token_ids")
             case "chat":
                 return "chat", await self._encode_chat(fields.chat)
         raise InvalidRequestError("input: give text, token_ids or chat", param="input")

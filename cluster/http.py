@@ -342,7 +342,7 @@ async def _completion_prompts(request: CompletionRequest, frontend: Frontend) ->
 async def _token_ids(prompt: str | Sequence[int], frontend: Frontend) -> tuple[int, ...]:
     if isinstance(prompt, str):
         return await frontend.model.encode(prompt, param="prompt", add_special_tokens=True)
-    return frontend.model.prompt_of(prompt, param="prompt")
+    return frontend.model.checked_tokens(prompt, param="prompt")
 
 
 def _echo(token_ids: Sequence[int], request: CompletionRequest, frontend: Frontend) -> str:

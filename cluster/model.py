@@ -50,8 +50,8 @@ class ServedModel:
         prompt = self.tokenizer.render_chat(messages, add_generation_prompt=True)
         return await self.encode(prompt, param="messages", add_special_tokens=False)
 
-    def prompt_of(self, token_ids: Sequence[int], *, param: str) -> tuple[int, ...]:
-        """Return token ids that a client sent as a prompt.
+    def checked_tokens(self, token_ids: Sequence[int], *, param: str) -> tuple[int, ...]:
+        """Return token ids that a client sent, of a prompt or an answer.
 
         Raises:
             ContextLengthError: they are too many; they are then not even looked at.
@@ -61,9 +61,8 @@ class ServedModel:
             raise ContextLengthError(
                 f"{param} has {len(token_ids)} tokens, which cannot fit into {self.max_model_len}", param=param
             )
-        prompt = tuple(token_ids)
-        self.check_token_ids(prompt, param=param)
-        return prompt
+        self.check_token_ids(token_ids, param=param)
+        return tuple(token_ids)
 
     def check_token_ids(self, token_ids: Sequence[int], *, param: str) -> None:
         """Raise InvalidRequestError when one is not in the vocabulary."""

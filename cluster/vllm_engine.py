@@ -187,5 +187,5 @@ class VllmEngine:
                 return "text", await model.encode(request.text, param="text", add_special_tokens=True)
             case "tokenized":
                 param = "tokenized.input_ids"
-                return param, model.prompt_of(request.tokenized.input_ids, param=param)
+                return param, model.checked_tokens(request.tokenized.input_ids, param=param)
         raise InvalidRequestError("input: give tokenized or text", param="input")

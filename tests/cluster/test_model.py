@@ -29,9 +29,9 @@ def test_a_text_that_cannot_fit_is_not_even_tokenised(monkeypatch: pytest.Monkey
 
 def test_more_token_ids_than_can_fit_are_not_even_looked_at() -> None:
     model = tiny_model(max_model_len=10)
-    assert model.prompt_of(range(10), param="prompt") == tuple(range(10))
+    assert model.checked_tokens(range(10), param="prompt") == tuple(range(10))
     with pytest.raises(ContextLengthError, match="prompt has 1000000000000 tokens") as caught:
-        model.prompt_of(range(10**12), param="prompt")
+        model.checked_tokens(range(10**12), param="prompt")
     assert caught.value.param == "prompt"
 
 

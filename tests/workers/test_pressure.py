@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 CONTEXT = 160
 
 
-def prompt_of(length: int, *, seed: int) -> list[int]:
+def checked_tokens(length: int, *, seed: int) -> list[int]:
     return torch.randint(0, 64, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
@@ -48,7 +48,7 @@ def crowd() -> list[EngineRequest]:
         elif index == 5:
             kv, reserved = KVParams("h2o", None, 0.8), blocks_for(CONTEXT, BLOCK_SIZE)
         terms = LeaseTerms(f"lease{index}", "tenant", reserved, least_tokens=16)
-        item = request(f"r{index}", prompt_of(CONTEXT - 40, seed=index), max_tokens=40, kv=kv)
+        item = request(f"r{index}", checked_tokens(CONTEXT - 40, seed=index), max_tokens=40, kv=kv)
         items.append(replace(item, terms=terms))
     return items
 
@@ -86,8 +86,8 @@ def test_in_a_third_of_the_pool_full_answers_do_not_change_and_nobody_is_preempt
 def test_a_sequence_that_lost_nothing_comes_back_from_host_memory_as_it_was(policy: str, on_cpu_kernels: bool) -> None:
     spec = tiny_spec(num_heads=4, num_kv_heads=2, head_dim=16)
     kv = KVParams(policy, None if policy == "full" else 200)
-    moved = request("moved", prompt_of(60, seed=1), max_tokens=45, kv=kv, priority=1)
-    rival = request("rival", prompt_of(60, seed=2), max_tokens=45)
+    moved = request("moved", checked_tokens(60, seed=1), max_tokens=45, kv=kv, priority=1)
+    rival = request("rival", checked_tokens(60, seed=2), max_tokens=45)
 
     async def go(items: Sequence[EngineRequest], num_blocks: int) -> tuple[dict[str, Answer], int]:
         weights = random_weights(spec)
