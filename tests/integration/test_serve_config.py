@@ -127,7 +127,7 @@ def test_tenants_change_in_place_and_wrong_ones_do_not_hold(release: Release) ->
     release.upgrade(tenants={"other": {"default_policy": "lru"}})
     release.nodes.wait_for_log("the new tenants are wrong")
     assert [release.complete(key).status_code for key in (OLD_KEY, NEW_KEY)] == [200, 200]
-    assert release.nodes.application()["status"] == "RUNNING"
+    release.nodes.wait_for_status("RUNNING")
 
 
 def test_wrong_settings_are_shown_to_the_operator_while_the_old_ones_serve(release: Release) -> None:
