@@ -129,6 +129,7 @@ def test_what_is_struck_out_is_what_no_slot_holds() -> None:
         asking = asyncio.create_task(ask(client, kvorum={"policy": "h2o_avg", "kv_budget": 48}, max_tokens=4000))
         await page.keyboard.press("3")
         await page.get_by_role("option").filter(has_text="h2o_avg").click()
+        await page.wait_for_selector(".tok[data-position]")
         await page.keyboard.press("]")
         await page.keyboard.press(".")
         await page.wait_for_selector(".tok.gone[data-position]")
@@ -202,12 +203,13 @@ def test_themes_and_keys_work_without_a_mouse() -> None:
         await page.keyboard.press("2")
         await page.get_by_text("runs without the cache manager").wait_for()
         await page.keyboard.press("3")
+        await page.get_by_role("searchbox").wait_for()
         await page.keyboard.press("/")
         await page.keyboard.type("nothing like it")
         assert await page.get_by_role("option").count() == 0
         await page.keyboard.press("Escape")
         await page.keyboard.press("?")
-        assert await page.locator("#help-dialog").is_visible()
+        await page.locator("#help-dialog").wait_for()
 
     in_the_browser(test)
 
