@@ -51,7 +51,6 @@ TICK_S = 0.05
 HEARTBEAT_S = 1.0
 SILENCE_S = 3.0
 _HEARTBEAT = pb.CoordinateResponse(heartbeat=pb.Heartbeat())
-_HEARTBEAT_TICKS = round(HEARTBEAT_S / TICK_S)
 # A router that has not renewed for so long is gone.
 ROUTER_TIMEOUT_S = 10.0
 WATCH_PERIOD_S = 0.5
@@ -248,7 +247,8 @@ class ManagerServer:
             self.manager.tick(self._clock())
             self._settle()
             # A part of the engines each time, else all streams fall into step.
-            for link in itertools.islice(self._engines.values(), number % _HEARTBEAT_TICKS, None, _HEARTBEAT_TICKS):
+            num_parts = max(1, round(HEARTBEAT_S / TICK_S))
+            for link in itertools.islice(self._engines.values(), number % num_parts, None, num_parts):
                 link.outbox.put_nowait(_HEARTBEAT)
 
     def _settle(self) -> None:

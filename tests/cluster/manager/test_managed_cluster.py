@@ -269,6 +269,22 @@ def _reserved(cluster: ManagedCluster) -> int:
     return sum(engine.reserved_blocks for engine in cluster.manager.manager.view().engines)
 
 
+def test_an_idle_engine_stays_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("kvorum.cluster.manager.service", "kvorum.cluster.engine_agent"):
+        monkeypatch.setattr(f"{module}.SILENCE_S", 0.8)
+        monkeypatch.setattr(f"{module}.HEARTBEAT_S", 0.1)
+
+    async def scenario(cluster: ManagedCluster) -> None:
+        (engine,) = cluster.manager.manager._ledger.engines.values()
+        assert engine.facts
+        before = engine.facts.epoch
+        await asyncio.sleep(2.0)
+        assert engine.is_connected
+        assert engine.facts.epoch == before, "it had to connect anew"
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("cut", ["up", "down", "both", "broken"])
 def test_an_engine_that_is_cut_off_comes_back_with_all_it_runs(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("kvorum.cluster.manager.service", "kvorum.cluster.engine_agent"):
