@@ -130,7 +130,7 @@ class _Connection:
 
     async def _send_news(self) -> None:
         engine = self._engine
-        if self._wants_snapshot:
+        if self._wants_snapshot or self._last is None:
             self._wants_snapshot = False
             self._number, self._last = 0, engine.report()
             engine.take_lease_changes()  # the snapshot has them
@@ -145,8 +145,9 @@ class _Connection:
             report, changes = engine.report(), LeaseChanges(*engine.take_lease_changes())
             is_silent = time.monotonic() - self._sent_s > HEARTBEAT_S
             if report != self._last or changes != LeaseChanges() or is_silent:
+                news = report.since(self._last)
                 self._number, self._last = self._number + 1, report
-                await self._send(Delta(self._number, report, changes))
+                await self._send(Delta(self._number, news, changes))
         if self._unacknowledged and engine.directive_done >= self._unacknowledged[0]:
             _, number = self._unacknowledged
             self._unacknowledged = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 # Bin i of a histogram counts blocks worth at least 2**-(i + 1) and less than 2**-i; the last one also what is less.
@@ -69,6 +69,9 @@ class TenantUse:
     worths: tuple[int, ...] = (0,) * NUM_WORTH_BINS
 
 
+_NO_USE = TenantUse()
+
+
 @dataclass(frozen=True, slots=True)
 class EngineReport:
     """A consistent look at an engine's pool between two steps.
@@ -90,6 +93,17 @@ class EngineReport:
     def held_blocks(self) -> int:
         """Blocks that sequences hold."""
         return self.total_blocks - self.free_blocks - self.cached_blocks
+
+    def since(self, before: EngineReport) -> EngineReport:
+        """Return this report with only the tenants that are not as they were; those that are gone have nothing."""
+        old, new = before.tenants, self.tenants
+        changed = {name: use for name, use in new.items() if use != old.get(name)}
+        return replace(self, tenants=changed | {name: _NO_USE for name in old if name not in new})
+
+    def onto(self, before: EngineReport) -> EngineReport:
+        """Return the report of which this one is what changed since `before`."""
+        uses = {**before.tenants, **self.tenants}
+        return replace(self, tenants={name: use for name, use in uses.items() if use != _NO_USE})
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from kvorum.cluster.config import LogFormat
 from kvorum.cluster.logs import log_to_stderr
 from kvorum.cluster.manager.cache_manager import CacheManager
 from kvorum.cluster.manager.channel import ManagerAddress, ManagerLostError
-from kvorum.cluster.manager.service import ManagerServer, collect_rarely
+from kvorum.cluster.manager.service import ManagerServer, serve_promptly
 from kvorum.cluster.manager.tls import read_tls
 from kvorum.cluster.manager.types import TenantLimits
 
@@ -39,7 +39,7 @@ class _ManagerActor:
 
     def __init__(self, tenants: Collection[TenantLimits], tls_folder: Path | None, log_format: LogFormat) -> None:
         log_to_stderr(log_format)
-        collect_rarely()
+        serve_promptly()
         manager = CacheManager(tenants, lease_s=LEASE_S, engine_grace_s=ENGINE_GRACE_S)
         tls = None if tls_folder is None else read_tls(tls_folder)
         self._server = ManagerServer(manager, token=secrets.token_urlsafe(32), tls=tls)

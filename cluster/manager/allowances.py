@@ -10,8 +10,8 @@ An engine that has not yet acknowledged a directive of its present connection ma
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvorum.workers.governance import Directive
@@ -45,7 +45,11 @@ class Allowances:
         self._links: dict[str, _Link] = {}
         self._told: Counter[str] = Counter()
         self._unsettled: dict[str, None] = {}
-        self._changed = OrderedDict[str, None]()  # in the order in which they are to be told
+        # Engines that may have to reclaim something else than they were told, or know nothing yet; and those that
+        # there is something new to tell.
+        self._touched: dict[str, None] = {}
+        self._changed: dict[str, None] = {}
+        self._num_allowed = 0
 
     def set_limited(self, limited: Collection[str]) -> None:
         """Take other tenants with ceilings; every engine must be told."""
@@ -64,23 +68,23 @@ class Allowances:
         )
         self._links[engine_id] = link
         self._unsettled[engine_id] = None
-        self._changed[engine_id] = None
+        self.touch(engine_id)
 
     def drop(self, engine_id: str) -> None:
         """Forget an engine that is given up."""
         link = self._links.pop(engine_id, None)
         if link:
             self._told.subtract(link.told)
-        self._unsettled.pop(engine_id, None)
-        self._changed.pop(engine_id, None)
+        for engines in (self._unsettled, self._touched, self._changed):
+            engines.pop(engine_id, None)
 
     def total(self, tenant: str) -> int:
         """Return what a tenant's elastic sequences may hold in the whole cluster."""
         return self._told[tenant]
 
-    def of(self, engine_id: str, tenant: str) -> int:
-        """Return what a tenant's elastic sequences may hold on an engine."""
-        return self._links[engine_id].told.get(tenant, 0)
+    def elsewhere(self, tenant: str, engines: Container[str]) -> int:
+        """Return what a tenant's elastic sequences may hold on other engines than these."""
+        return sum(link.told.get(tenant, 0) for engine_id, link in self._links.items() if engine_id not in engines)
 
     def names(self, engine_id: str, tenant: str) -> bool:
         """Whether an engine goes by a directive that limits a tenant."""
@@ -112,30 +116,44 @@ class Allowances:
         return is_reached
 
     def touch(self, engine_id: str) -> None:
-        """Look at an engine again when directives are next taken, first: what it should reclaim may have changed."""
+        """Look at an engine again when directives are next taken: what it should reclaim may have changed."""
         if engine_id in self._links:
-            self._changed[engine_id] = None
-            self._changed.move_to_end(engine_id, last=False)
+            self._touched[engine_id] = None
 
-    def take_directives(self, reclaim_of: Callable[[str], int | None], *, limit: int) -> dict[str, Directive]:
-        """Return new directives of engines for which something changed, at most `limit`; the rest is for next time.
+    def allow(self, num_engines: int) -> None:
+        """Let so many engines be told of new allowances from now on."""
+        self._num_allowed = num_engines
 
-        reclaim_of is None while an engine is not connected.
+    def take_directives(self, reclaim_of: Callable[[str], int | None]) -> dict[str, Directive]:
+        """Return new directives: of all engines that have to reclaim something else than before, or know nothing yet.
+
+        Of others as far as `allow` goes; the rest is for later. reclaim_of is None while an engine is not connected.
         """
         taken = dict[str, Directive]()
-        while self._changed and len(taken) < limit:
-            engine_id, _ = self._changed.popitem(last=False)
-            link, reclaim = self._links[engine_id], reclaim_of(engine_id)
-            if reclaim is None:
-                continue
-            allowances = {tenant: link.wanted.get(tenant, 0) for tenant in sorted(self._limited)}
-            if link.last and (link.last.allowances, link.last.reclaim_blocks) == (allowances, reclaim):
-                continue
-            directive = Directive(link.last.number + 1 if link.last else 1, allowances, reclaim)
-            link.last = directive
-            link.sent.append(directive)
-            taken[engine_id] = directive
+        touched, self._touched = self._touched, {}
+        for engine_id in touched:
+            last, reclaim = self._links[engine_id].last, reclaim_of(engine_id)
+            if reclaim is not None and (last is None or last.reclaim_blocks != reclaim):
+                self._changed.pop(engine_id, None)
+                taken[engine_id] = self._direct(engine_id, reclaim)
+        while self._changed and self._num_allowed:
+            engine_id = next(iter(self._changed))
+            del self._changed[engine_id]
+            last, reclaim = self._links[engine_id].last, reclaim_of(engine_id)
+            if reclaim is not None and (last is None or last.allowances != self._wanted(engine_id)):
+                taken[engine_id] = self._direct(engine_id, reclaim)
+                self._num_allowed -= 1
         return taken
+
+    def _wanted(self, engine_id: str) -> dict[str, int]:
+        wanted = self._links[engine_id].wanted
+        return {tenant: wanted.get(tenant, 0) for tenant in sorted(self._limited)}
+
+    def _direct(self, engine_id: str, reclaim: int) -> Directive:
+        link = self._links[engine_id]
+        link.last = Directive(link.last.number + 1 if link.last else 1, self._wanted(engine_id), reclaim)
+        link.sent.append(link.last)
+        return link.last
 
     def acknowledge(self, engine_id: str, number: int) -> bool:
         """Take an engine's word that it goes by a directive; return whether that is news."""

@@ -43,7 +43,8 @@ from kvorum.cluster.manager.viewing import view_of
 from kvorum.cluster.manager.waiting_room import HOLD_AFTER_S, Tenant, WaitingRoom
 from kvorum.workers.governance import Directive, EngineReport, LeaseUse
 
-# So many engines are told something new at once: a directive to each of a thousand takes a third of a second.
+# So many engines are told of new allowances at once, and unless a request waits for that, from tick to tick: a
+# directive to each of a thousand, and the answers, take half a second.
 _DIRECTIVES_AT_ONCE = 16
 
 
@@ -111,8 +112,9 @@ class CacheManager:
         changes: LeaseChanges,
         now_s: float,
     ) -> bool:
-        """Take an engine's next report; return whether it could be, else a snapshot is needed.
+        """Take what is new since an engine's last report (EngineReport.since); return whether it could be.
 
+        Where it could not, because something in between was lost, a snapshot is needed.
         One that was taken already, or comes from an older connection, is ignored.
         """
         engine = self._ledger.engines.get(engine_id)
@@ -123,7 +125,7 @@ class CacheManager:
         if number > engine.num_deltas + 1:
             return False
         engine.num_deltas = number
-        self._take(engine, report, changes, now_s)
+        self._take(engine, report.onto(engine.report), changes, now_s)
         self._serve(now_s)
         return True
 
@@ -132,6 +134,7 @@ class CacheManager:
         engine = self._connected(engine_id, epoch)
         if engine:
             self._ledger.set_disconnected(engine)
+            self._ceilings.forget(engine_id)
             self._lifetimes.keep_engine(engine, now_s + self._engine_grace_s)
 
     def acknowledge(self, engine_id: str, epoch: int, number: int) -> None:
@@ -145,8 +148,8 @@ class CacheManager:
         return engine if engine and engine.is_connected and engine.epoch == epoch else None
 
     def _take(self, engine: Engine, report: EngineReport, changes: LeaseChanges, now_s: float) -> None:
-        self._ceilings.compare_reports(engine.report, report)
         engine.report = report
+        self._ceilings.take_report(engine.engine_id, report)
         for use in changes.started:
             self._placement.forget(engine.engine_id, use.lease_id)
             self._ledger.begin_use(engine, use, now_s=now_s)
@@ -266,6 +269,7 @@ class CacheManager:
 
     def tick(self, now_s: float) -> None:
         """End what is over and serve those in line; to be called several times a second."""
+        self._allowances.allow(_DIRECTIVES_AT_ONCE)
         for lease_id in self._lifetimes.take_expired(self._ledger.expiry_of, now_s):
             self._end_promise(lease_id, now_s)
         for engine_id in self._lifetimes.take_lost(now_s):
@@ -363,7 +367,9 @@ class CacheManager:
     def take_directives(self, now_s: float) -> dict[str, Directive]:
         """Return what is new to say to engines, once; to few at a time, so that nobody waits while many are told."""
         self._ceilings.share(now_s)
-        return self._allowances.take_directives(self._reclaim_of, limit=_DIRECTIVES_AT_ONCE)
+        if next(self._room.in_line, None):
+            self._allowances.allow(_DIRECTIVES_AT_ONCE)
+        return self._allowances.take_directives(self._reclaim_of)
 
     def _reclaim_of(self, engine_id: str) -> int | None:
         """Return the blocks that an engine must make free for leases on their way; None when it is not there."""

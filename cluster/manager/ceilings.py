@@ -30,6 +30,8 @@ class Ceilings:
         self._ledger = ledger
         self._limits = _ceilings(tenants)
         self.allowances = Allowances(self._limits)
+        # By tenant, what it wants on each connected engine.
+        self._demands = self._read_demands()
         # Tenants to be shared anew, with the blocks that the head of their line lacks, and when each last was.
         self._due = dict.fromkeys(self._limits, 0)
         self._shared_s: dict[str, float] = {}
@@ -45,6 +47,7 @@ class Ceilings:
         """Take new ceilings."""
         self._limits = _ceilings(tenants)
         self.allowances.set_limited(self._limits)
+        self._demands = self._read_demands()
         self._due, self._lowered = dict.fromkeys(self._limits, 0), {}
 
     def blocks_of(self, tenant: str) -> int | None:
@@ -66,11 +69,18 @@ class Ceilings:
         self._due[tenant] = max(self._due[tenant], blocks)
         return False
 
-    def compare_reports(self, before: EngineReport, after: EngineReport) -> None:
-        """Share anew what a report shows to be wanted elsewhere than before."""
-        for tenant in self._limits:
-            if before.price != after.price or _use(before, tenant).worths != _use(after, tenant).worths:
+    def take_report(self, engine_id: str, report: EngineReport) -> None:
+        """Note what is wanted on a connected engine; share anew what is wanted elsewhere than before."""
+        for tenant, demands in self._demands.items():
+            known, demand = demands.get(engine_id), _demand(report, tenant)
+            if demand != known:
+                demands[engine_id] = demand
                 self._due.setdefault(tenant, 0)
+
+    def forget(self, engine_id: str) -> None:
+        """Share out nothing to an engine that is not connected any more."""
+        for demands in self._demands.values():
+            demands.pop(engine_id, None)
 
     def share(self, now_s: float) -> None:
         """Set the allowances of tenants whose heads lack room, and of one more for which it is time."""
@@ -92,10 +102,16 @@ class Ceilings:
         ceiling = self.blocks_of(tenant)
         assert ceiling is not None, "only tenants with a ceiling are due"
         room = max(0, ceiling - self._ledger.reserved[tenant] - lacking - ceiling // _FREE_PART)
+        demands = self._demands[tenant]
+        allowances = split(demands, room - self.allowances.elsewhere(tenant, demands)).allowances
+        return self.allowances.share(tenant, allowances, room)
+
+    def _read_demands(self) -> dict[str, dict[str, Demand]]:
         connected = [engine for engine in self._ledger.engines.values() if engine.is_connected]
-        demands = {engine.engine_id: _demand(engine.report, tenant) for engine in connected}
-        elsewhere = self.allowances.total(tenant) - sum(self.allowances.of(name, tenant) for name in demands)
-        return self.allowances.share(tenant, split(demands, room - elsewhere).allowances, room)
+        return {
+            tenant: {engine.engine_id: _demand(engine.report, tenant) for engine in connected}
+            for tenant in self._limits
+        }
 
     def _is_unsettled(self, tenant: str) -> bool:
         """Whether some engine that runs a tenant's sequences may not know its limit."""

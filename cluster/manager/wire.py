@@ -35,7 +35,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What changed at an engine since the message before."""
+    """What changed at an engine since the message before; report: EngineReport.since that one's."""
 
     number: int
     report: EngineReport
@@ -114,7 +114,12 @@ _REASON_PREFIX = "REFUSAL_REASON_"
 
 def record_to_pb(record: LeaseRecord) -> pb.LeaseRecord:
     """Write a LeaseRecord."""
-    return pb.LeaseRecord(**asdict(record))
+    return pb.LeaseRecord(
+        lease_id=record.lease_id,
+        tenant=record.tenant,
+        engine_id=record.engine_id,
+        sequence_blocks=record.sequence_blocks,
+    )
 
 
 def record_from_pb(message: pb.LeaseRecord) -> LeaseRecord:
@@ -195,7 +200,7 @@ def _report_to_pb(report: EngineReport) -> pb.EngineReport:
         free_blocks=report.free_blocks,
         cached_blocks=report.cached_blocks,
         price=report.price,
-        tenants={name: pb.TenantUse(**asdict(use)) for name, use in report.tenants.items()},
+        tenants={name: _use_to_pb(use) for name, use in report.tenants.items()},
         reclaimed={str(step): count for step, count in report.reclaimed.items()},
         unread_tokens=report.unread_tokens,
     )
@@ -213,12 +218,16 @@ def _report_from_pb(message: pb.EngineReport) -> EngineReport:
     )
 
 
+def _use_to_pb(use: TenantUse) -> pb.TenantUse:
+    return pb.TenantUse(held=use.held, reserved=use.reserved, elastic=use.elastic, cached=use.cached, worths=use.worths)
+
+
 def _use_from_pb(use: pb.TenantUse) -> TenantUse:
     return TenantUse(use.held, use.reserved, use.elastic, use.cached, tuple(use.worths))
 
 
 def _uses_to_pb(uses: Collection[LeaseUse]) -> list[pb.LeaseUse]:
-    return [pb.LeaseUse(**asdict(use)) for use in uses]
+    return [pb.LeaseUse(lease_id=use.lease_id, tenant=use.tenant, reserved_blocks=use.reserved_blocks) for use in uses]
 
 
 def _uses_from_pb(messages: Collection[pb.LeaseUse]) -> tuple[LeaseUse, ...]:

@@ -190,6 +190,7 @@ class TestLimits:
         worths = (30, *[0] * (NUM_WORTH_BINS - 1))
         report = EngineReport(40, 10, 0, tenants={"t": TenantUse(30, 0, 30, 0, worths)})
         manager.take_report("e0", 1, 1, report, LeaseChanges(), 5.0)
+        manager.tick(5.0)
         given_away = manager.take_directives(5.0)["e0"]
         assert given_away.allowances == {"t": 30}
         assert ask(manager, "a", 20, now_s=6.0) == Waiting("a")
@@ -200,14 +201,36 @@ class TestLimits:
         assert served(manager, 6.2) == ["a"]
         assert manager.take_directives(6.2)["e0"].reclaim_blocks == 20
 
-    def test_many_engines_are_told_a_few_at_a_time_and_first_where_a_lease_is_new(self) -> None:
-        manager = manager_of(engines=40)
+    def test_many_engines_are_told_a_few_between_ticks_unless_somebody_waits(self) -> None:
+        manager = manager_of(engines=60)
         manager.set_tenants([TenantLimits("t"), TenantLimits("u", ceiling=0.5)])
-        chosen = engine_of(ask(manager, "a"))
-        told = [list(manager.take_directives(1.0)) for _ in range(4)]
-        assert told[0][0] == chosen
-        assert [len(names) for names in told] == [16, 16, 8, 0]
-        assert len({name for names in told for name in names}) == 40
+        manager.tick(1.0)
+        told = [[*manager.take_directives(1.0)], [*manager.take_directives(1.0)]]
+        manager.tick(1.05)
+        told += [[*manager.take_directives(1.05)], [*manager.take_directives(1.05)]]
+        assert [len(names) for names in told] == [16, 0, 16, 0]
+        assert ask(manager, "a", tenant="u") == Waiting("a")  # no engine that may take it is sure to know of its limit
+        told += [[*manager.take_directives(1.05)], [*manager.take_directives(1.05)]]
+        assert [len(names) for names in told[4:]] == [16, 12]
+        assert len({name for names in told for name in names}) == 60
+
+    def test_who_has_to_reclaim_is_told_at_once(self) -> None:
+        manager = manager_of(engines=20)
+        manager.set_tenants([TenantLimits("t"), TenantLimits("u", ceiling=0.5)])
+        manager.tick(1.0)
+        assert len(manager.take_directives(1.0)) == 16
+        full = EngineReport(40, 5, 0, tenants={"u": TenantUse(35, 0, 35)})
+        for number in range(20):
+            manager.take_report(f"e{number}", 1, 1, full, LeaseChanges(), 1.0)
+        chosen = engine_of(ask(manager, "a", now_s=1.0))
+        assert {name: told.reclaim_blocks for name, told in manager.take_directives(1.0).items()} == {chosen: 10}
+
+    def test_a_report_of_what_changed_leaves_the_rest_as_it_was(self) -> None:
+        manager = manager_of(TenantLimits("t"), TenantLimits("u"))
+        both = EngineReport(40, 10, 0, tenants={"t": TenantUse(20), "u": TenantUse(10)})
+        manager.take_report("e0", 1, 1, both, LeaseChanges(), 1.0)
+        manager.take_report("e0", 1, 2, EngineReport(40, 5, 0, tenants={"u": TenantUse(15)}), LeaseChanges(), 2.0)
+        assert {tenant.tenant: tenant.held_blocks for tenant in manager.view().tenants} == {"t": 20, "u": 15}
 
     def test_floors_beyond_the_cluster_are_scaled_down(self) -> None:
         manager = manager_of(TenantLimits("t", floor=60), TenantLimits("u", floor=60))

@@ -55,6 +55,7 @@ class ModelEngine:
     up: deque[Callable[[], object]] = field(default_factory=deque)
     down: deque[Directive] = field(default_factory=deque)
     stale: list[Callable[[], object]] = field(default_factory=list)
+    last_report: EngineReport = field(default_factory=lambda: EngineReport(POOL, POOL, 0))
     started: list[LeaseUse] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
 
@@ -126,6 +127,7 @@ class LossyCluster(RuleBasedStateMachine):
         engine.started, engine.ended = [], []
         facts = EngineFacts(engine.name, engine.epoch, POOL, 100)
         report, leases = engine.report(), tuple(engine.leases.values())
+        engine.last_report = report
         engine.up.append(lambda: self.manager.connect(facts, report, leases, self.now_s))
 
     def disconnect(self, engine: ModelEngine) -> None:
@@ -139,12 +141,14 @@ class LossyCluster(RuleBasedStateMachine):
 
     def send_delta(self, engine: ModelEngine) -> None:
         engine.number += 1
-        epoch, number, report = engine.epoch, engine.number, engine.report()
+        report = engine.report()
+        epoch, number, news = engine.epoch, engine.number, report.since(engine.last_report)
+        engine.last_report = report
         changes = LeaseChanges(tuple(engine.started), tuple(engine.ended))
         engine.started, engine.ended = [], []
 
         def deliver() -> None:
-            known = self.manager.take_report(engine.name, epoch, number, report, changes, self.now_s)
+            known = self.manager.take_report(engine.name, epoch, number, news, changes, self.now_s)
             if not known and engine.connected and engine.epoch == epoch:
                 self.reconnect(engine)  # a snapshot was asked for
 
