@@ -1,6 +1,6 @@
 # make demo | serve | test | lint | protos | chart | kernels | bench | bench-gpu | bench-peers | bench-ranks |
-# bench-manager | bench-allocation | bench-pressure | bench-tenants | bench-clients | chaos | chaos-manager: each sets
-# up what it needs in .venv first.
+# bench-server | bench-manager | bench-allocation | bench-pressure | bench-tenants | bench-clients | chaos |
+# chaos-manager: each sets up what it needs in .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
@@ -9,7 +9,7 @@ ARGS ?=
 export PYTHONSAFEPATH := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: demo serve test lint format protos chart kernels bench bench-gpu bench-peers bench-ranks bench-manager bench-allocation bench-pressure bench-tenants bench-clients chaos chaos-manager clean
+.PHONY: demo serve test lint format protos chart kernels bench bench-gpu bench-peers bench-ranks bench-server bench-manager bench-allocation bench-pressure bench-tenants bench-clients chaos chaos-manager clean
 
 demo: .venv/.demo
 	$(BIN)/kvorum demo $(ARGS)
@@ -53,6 +53,9 @@ bench-peers: .venv/.dev
 
 bench-ranks: .venv/.demo
 	$(BIN)/python -P bench/ranks.py $(ARGS)
+
+bench-server: .venv/.demo
+	$(BIN)/python -P bench/server.py $(ARGS)
 
 bench-manager: .venv/.demo
 	$(BIN)/python -P bench/manager_scale.py $(ARGS)

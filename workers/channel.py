@@ -7,19 +7,25 @@ not have it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pickle
 import secrets
 import socket
+import struct
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
 from kvorum.kvstore.errors import EngineLostError, KvorumError
+
+# Each message is pickled and comes after its length.
+_LENGTH = struct.Struct("!Q")
+_MOST_AT_ONCE = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +60,22 @@ class ChannelServer:
 
     def serve(self) -> None:
         """Wait for the client and do what it asks until it is gone."""
-        with self._listener, self._accept() as connection:
-            _send_at_once(connection).close()
+        with self._listener, self._accept() as engine:
             while True:
                 try:
-                    while not connection.poll(self._idle_period_s):
+                    while not wait([engine], self._idle_period_s):
                         if self._on_idle is not None:
                             self._on_idle()
-                    method, args = pickle.loads(connection.recv_bytes())
+                    method, args = pickle.loads(_receive(engine))
                 except (EOFError, OSError):
                     return
-                connection.send_bytes(pickle.dumps(self._call(method, args)))
+                engine.sendall(_framed(self._call(method, args)))
 
-    def _accept(self) -> Connection[Any, Any]:
+    def _accept(self) -> socket.socket:
         """Wait for the client that has the key."""
         while True:
             with contextlib.suppress(AuthenticationError, EOFError, OSError):
-                return self._listener.accept()
+                return _socket_of(self._listener.accept())
 
     def _call(self, method: str, args: tuple[object, ...]) -> tuple[bool, object]:
         try:
@@ -83,39 +88,87 @@ class ChannelServer:
 
 
 class ChannelClient:
-    """An engine's end. Calls block; one at a time, all from one thread."""
+    """An engine's end. Calls come one at a time, from one event loop, which goes on while the rank works.
 
-    def __init__(self, address: ChannelAddress) -> None:
+    A call leaves at once, before anything else that is due in the loop: what the last step brought for clients is sent
+    while the rank is at the next.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self._socket = connected
+        self._is_calling = self._is_closed = False
+
+    @classmethod
+    async def connect(cls, address: ChannelAddress) -> ChannelClient:
         """Connect; raises EngineLostError."""
         try:
-            self._connection: Connection[Any, Any] = Client((address.host, address.port), authkey=address.key)
+            return cls(_socket_of(await asyncio.to_thread(Client, (address.host, address.port), authkey=address.key)))
         except AuthenticationError as error:
             raise EngineLostError("a rank refuses the engine's key") from error
         except (OSError, EOFError) as error:
             raise EngineLostError("a rank died") from error
-        self._socket = _send_at_once(self._connection)
 
-    def call(self, method: str, *args: object) -> object:
+    async def call(self, method: str, *args: object) -> object:
         """Call a method of the target; raises what it raised, EngineLostError when the rank is gone."""
+        self._is_calling = True
         try:
-            # Not `send`: torch has that pass tensors on by handles that only a child process can take.
-            self._connection.send_bytes(pickle.dumps((method, args)))
-            succeeded, result = pickle.loads(self._connection.recv_bytes())
+            await asyncio.get_running_loop().sock_sendall(self._socket, _framed((method, args)))
+            succeeded, result = pickle.loads(await self._receive())
         except (OSError, EOFError) as error:
             raise EngineLostError("a rank died") from error
+        finally:
+            self._is_calling = False
+            if self._is_closed:
+                self._socket.close()
         if not succeeded:
             raise result
         return result
 
+    async def _receive(self) -> bytes:
+        """Return the answer; nothing comes after it before the next call."""
+        received = b""
+        while len(received) < _LENGTH.size or len(received) < _LENGTH.size + _LENGTH.unpack_from(received)[0]:
+            received += await self._receive_some()
+        return received[_LENGTH.size :]
+
+    async def _receive_some(self) -> bytes:
+        some = await asyncio.get_running_loop().sock_recv(self._socket, _MOST_AT_ONCE)
+        if not some:
+            raise EOFError
+        return some
+
     def close(self) -> None:
-        """End the connection, even while a call is waiting in another thread."""
+        """End the connection, even while a call waits."""
+        self._is_closed = True
         with contextlib.suppress(OSError):  # the other end may have been faster
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        if not self._is_calling:
+            self._socket.close()
 
 
-def _send_at_once(connection: Connection[Any, Any]) -> socket.socket:
-    """Have small messages leave at once; returns a second handle of the connection's socket."""
-    handle = socket.socket(fileno=os.dup(connection.fileno()))
-    handle.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return handle
+def _socket_of(connection: Connection[Any, Any]) -> socket.socket:
+    """Take over a connection whose ends know each other; small messages leave at once."""
+    with connection:
+        own = socket.socket(fileno=os.dup(connection.fileno()))
+    own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return own
+
+
+def _framed(message: object) -> bytes:
+    pickled = pickle.dumps(message)
+    return _LENGTH.pack(len(pickled)) + pickled
+
+
+def _receive(connected: socket.socket) -> bytes:
+    return _receive_exactly(connected, *_LENGTH.unpack(_receive_exactly(connected, _LENGTH.size)))
+
+
+def _receive_exactly(connected: socket.socket, count: int) -> bytes:
+    received = b""
+    while len(received) < count:
+        some = connected.recv(count - len(received), socket.MSG_WAITALL)
+        if not some:
+            raise EOFError
+        received += some
+    return received

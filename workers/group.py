@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 import ray
@@ -48,7 +47,6 @@ class RayExecutor:
         self._num_gpus = num_gpus
         self._ranks = [self._start_rank(rank) for rank in range(config.tensor_parallel_size)]
         self._channel: ChannelClient | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="channel")
 
     def _start_rank(self, rank: int) -> Any:  # noqa: ANN401  # Ray's handles have no usable type
         return RankActor.options(
@@ -80,7 +78,7 @@ class RayExecutor:
             loading.cancel()
         serving = asyncio.gather(*(_alive(rank, it.serve.remote()) for rank, it in enumerate(self._ranks)))
         address, *_ = await _in_time(serving)
-        self._channel = await _in_time(asyncio.to_thread(ChannelClient, address))
+        self._channel = await _in_time(ChannelClient.connect(address))
         return shapes[0]
 
     async def execute(self, plan: StepPlan) -> StepResult:
@@ -109,7 +107,7 @@ class RayExecutor:
 
     async def _call(self, method: str, argument: object) -> object:
         assert self._channel is not None, "load comes first"
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._channel.call, method, argument)
+        return await self._channel.call(method, argument)
 
     async def check_health(self) -> None:
         """Raise EngineLostError, which names the rank, when one is dead, has lost the others or does not answer."""
@@ -128,7 +126,6 @@ class RayExecutor:
     async def recover(self) -> RankShape:
         """Put new ranks in place of lost ones; the others keep their weights and forget every sequence."""
         self._hang_up()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="channel")
         lost = set(await self._failing(lambda rank: rank.ping.remote(), LIFE_TIMEOUT_S, ignoring=EngineLostError))
         for rank in lost:
             ray.kill(self._ranks[rank])
@@ -164,7 +161,6 @@ class RayExecutor:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        self._thread.shutdown(wait=False)
 
     async def stop(self) -> None:
         """Kill the ranks and give their resources back."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
@@ -41,77 +42,105 @@ def target() -> Target:
     return Target()
 
 
-@pytest.fixture
-def client(target: Target) -> ChannelClient:
-    return ChannelClient(serving(target).address)
+def run(scenario: Callable[[ChannelClient], Awaitable[None]], target: Target, **options: object) -> None:
+    async def connect_and_run() -> None:
+        client = await ChannelClient.connect(serving(target, **options).address)
+        try:
+            await scenario(client)
+        finally:
+            client.close()
+
+    asyncio.run(connect_and_run())
 
 
 @pytest.mark.parametrize("count", [0, 3, 300_000])
-def test_a_call_returns_what_the_method_does(client: ChannelClient, count: int) -> None:
-    for _ in range(3):
-        assert client.call("double", list(range(count))) == [2 * number for number in range(count)]
-    client.close()
+def test_a_call_returns_what_the_method_does(target: Target, count: int) -> None:
+    async def scenario(client: ChannelClient) -> None:
+        for _ in range(3):
+            assert await client.call("double", list(range(count))) == [2 * number for number in range(count)]
+
+    run(scenario, target)
 
 
-def test_what_was_raised_on_purpose_is_raised_here_and_calls_go_on(client: ChannelClient) -> None:
-    with pytest.raises(CheckpointError, match="no such model"):
-        client.call("refuse")
-    assert client.call("double", [1]) == [2]
-    client.close()
+def test_what_was_raised_on_purpose_is_raised_here_and_calls_go_on(target: Target) -> None:
+    async def scenario(client: ChannelClient) -> None:
+        with pytest.raises(CheckpointError, match="no such model"):
+            await client.call("refuse")
+        assert await client.call("double", [1]) == [2]
+
+    run(scenario, target)
 
 
-def test_a_mistake_comes_with_its_traceback_even_if_it_cannot_be_pickled(client: ChannelClient) -> None:
-    with pytest.raises(RuntimeError, match=r"in a rank:[^$]*LookupError"):
-        client.call("fail")
-    client.close()
+def test_a_mistake_comes_with_its_traceback_even_if_it_cannot_be_pickled(target: Target) -> None:
+    async def scenario(client: ChannelClient) -> None:
+        with pytest.raises(RuntimeError, match=r"in a rank:[^$]*LookupError"):
+            await client.call("fail")
+
+    run(scenario, target)
 
 
-def test_closing_ends_a_call_that_waits(client: ChannelClient, target: Target) -> None:
-    caught: list[Exception] = []
+def test_the_loop_goes_on_while_a_call_waits_and_closing_ends_it(target: Target) -> None:
+    async def scenario(client: ChannelClient) -> None:
+        call = asyncio.create_task(client.call("wait"))
+        await asyncio.sleep(0.05)
+        assert not call.done()
+        client.close()
+        with pytest.raises(EngineLostError, match="a rank died"):
+            await asyncio.wait_for(call, 5)
+        target.may_go_on.set()
 
-    def call() -> None:
-        try:
-            client.call("wait")
-        except EngineLostError as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    time.sleep(0.05)
-    client.close()
-    thread.join(5)
-    target.may_go_on.set()
-    assert len(caught) == 1
+    run(scenario, target)
 
 
-def test_a_call_on_a_closed_channel_says_that_the_rank_is_lost(client: ChannelClient) -> None:
-    client.close()
-    with pytest.raises(EngineLostError, match="a rank died"):
-        client.call("double", [1])
+def test_a_call_that_was_cancelled_is_over_and_the_channel_can_be_closed(target: Target) -> None:
+    async def scenario(client: ChannelClient) -> None:
+        call = asyncio.create_task(client.call("wait"))
+        await asyncio.sleep(0.05)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        target.may_go_on.set()
+
+    run(scenario, target)
+
+
+def test_a_call_on_a_closed_channel_says_that_the_rank_is_lost(target: Target) -> None:
+    async def scenario(client: ChannelClient) -> None:
+        client.close()
+        with pytest.raises(EngineLostError, match="a rank died"):
+            await client.call("double", [1])
+
+    run(scenario, target)
 
 
 def test_nobody_is_let_in_without_the_key(target: Target) -> None:
     address = serving(target).address
-    with pytest.raises(EngineLostError, match="key"):
-        ChannelClient(replace(address, key=b"another key"))
-    client = ChannelClient(address)
-    assert client.call("double", [1]) == [2]
-    client.close()
+
+    async def scenario() -> None:
+        with pytest.raises(EngineLostError, match="key"):
+            await ChannelClient.connect(replace(address, key=b"another key"))
+        client = await ChannelClient.connect(address)
+        assert await client.call("double", [1]) == [2]
+        client.close()
+
+    asyncio.run(scenario())
 
 
 def test_nobody_listens(target: Target) -> None:
     address = serving(target).address
     with pytest.raises(EngineLostError, match="a rank died"):
-        ChannelClient(replace(address, port=1))
+        asyncio.run(ChannelClient.connect(replace(address, port=1)))
 
 
 def test_a_server_that_is_not_called_does_something_else_meanwhile(target: Target) -> None:
     idle = threading.Semaphore(0)
-    client = ChannelClient(serving(target, on_idle=idle.release, idle_period_s=0.01).address)
-    for _ in range(3):
-        assert idle.acquire(timeout=5)
-    assert client.call("double", [1]) == [2]
-    client.close()
+
+    async def scenario(client: ChannelClient) -> None:
+        for _ in range(3):
+            assert await asyncio.to_thread(idle.acquire, timeout=5)
+        assert await client.call("double", [1]) == [2]
+
+    run(scenario, target, on_idle=idle.release, idle_period_s=0.01)
 
 
 def test_what_the_idle_call_raises_ends_the_channel(target: Target) -> None:
@@ -127,11 +156,14 @@ def test_what_the_idle_call_raises_ends_the_channel(target: Target) -> None:
         except LookupError as error:
             raised.append(error)
 
+    async def scenario() -> None:
+        client = await ChannelClient.connect(server.address)
+        await asyncio.to_thread(serving_thread.join, 5)
+        assert raised
+        with pytest.raises(EngineLostError):
+            await client.call("double", [1])
+        client.close()
+
     serving_thread = threading.Thread(target=serve)
     serving_thread.start()
-    client = ChannelClient(server.address)
-    serving_thread.join(5)
-    assert raised
-    with pytest.raises(EngineLostError):
-        client.call("double", [1])
-    client.close()
+    asyncio.run(scenario())
