@@ -29,9 +29,10 @@ from kvorum.cluster.bench_workload import BenchRequest, Tenant
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.launcher import running_cluster
 from kvorum.kvstore.store import KVStore
+from kvorum.workers.composer import SchedulerLimits
 from kvorum.workers.config import COMPUTE_ENVIRONMENT, EngineConfig
 from kvorum.workers.request import EngineRequest, KVParams, RequestId, SamplingParams
-from kvorum.workers.scheduler import Scheduler, SchedulerLimits
+from kvorum.workers.scheduler import Scheduler
 from kvorum.workers.worker import load_worker
 
 MODEL = "smollm2-135m"

@@ -1,7 +1,8 @@
 """A router's connection to the cache manager: found, kept alive, and known to be lost within two seconds.
 
 Every BEAT_S the router says which leases it holds. A beat that is not answered means that the manager is dead, hung or
-cut off: what waits for it is told so at once, and the manager is looked for anew.
+cut off: what waits for it is told so at once, and the manager is looked for anew. One that was just started is asked
+nothing before every router has had the time to tell it what it holds: else it would promise the same room again.
 """
 
 from __future__ import annotations
@@ -145,7 +146,8 @@ class ManagerLink:
         async with open_channel(address, self._tls) as channel:
             stub = pb_grpc.CacheManagerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
             self._address = address
-            await self._beat(stub)
+            while await self._beat(stub):
+                await asyncio.sleep(_RETRY_S)
             logger.info("connected to the cache manager at %s", address.target)
             self._stub = stub
             self._down.clear()
@@ -164,7 +166,8 @@ class ManagerLink:
             await asyncio.sleep(BEAT_S)
             await self._beat(stub)
 
-    async def _beat(self, stub: pb_grpc.CacheManagerServiceStub) -> None:
+    async def _beat(self, stub: pb_grpc.CacheManagerServiceStub) -> bool:
+        """Say what this router holds; return whether the manager was just started and waits for others to do so."""
         request = pb.RenewRequest(router_id=self._router_id, leases=map(record_to_pb, self._records()))
         with self._timed("Renew"):
             response = await stub.Renew(request, timeout=BEAT_TIMEOUT_S, metadata=self._metadata())
@@ -173,6 +176,7 @@ class ManagerLink:
                 name: SafeShare(share.blocks, share.max_running if share.HasField("max_running") else None)
                 for name, share in response.shares.items()
             }
+        return bool(response.is_learning)
 
     async def _keep_releasing(self, stub: pb_grpc.CacheManagerServiceStub) -> None:
         while True:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from kvorum.kvstore.errors import CapacityError, EngineLostError
 from kvorum.kvstore.pricing import DEFAULT_RULE, Rule, parse_rule
 from kvorum.kvstore.store import KVStore
+from kvorum.workers.composer import SchedulerLimits
 from kvorum.workers.config import EngineConfig, RankShape
 from kvorum.workers.executor import Executor
 from kvorum.workers.governance import Directive, EngineReport, LeaseUse
@@ -36,7 +37,7 @@ from kvorum.workers.request import (
     RequestId,
     RequestOutput,
 )
-from kvorum.workers.scheduler import Scheduler, SchedulerLimits
+from kvorum.workers.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ class Engine:
             generation_tokens_total=scheduler.totals.generation_tokens,
             prefix_cache_queries_total=store.prefix_queries_tokens,
             prefix_cache_hits_total=store.prefix_hits_tokens,
-            preemptions_total=scheduler.totals.preemptions,
+            preemptions_total=scheduler.num_preemptions,
             evicted_tokens_total=dict(scheduler.evicted_tokens),
         )
 

@@ -19,9 +19,10 @@ from kvorum.kvstore.types import BlockId
 from kvorum.workers.checkpoint.resolve import Checkpoint
 from kvorum.workers.checkpoint.weights import iter_weights
 from kvorum.workers.communicator import Alone
+from kvorum.workers.composer import SchedulerLimits
 from kvorum.workers.plan import StepPlan
 from kvorum.workers.request import EngineRequest, KVParams, RequestId, SamplingParams
-from kvorum.workers.scheduler import Scheduler, SchedulerLimits
+from kvorum.workers.scheduler import Scheduler
 from kvorum.workers.worker import Worker, sample_rows
 
 BLOCK_SIZE = 16

@@ -21,7 +21,7 @@ from kvorum.cluster.config import LogFormat
 from kvorum.cluster.logs import log_to_stderr
 from kvorum.cluster.manager.cache_manager import CacheManager
 from kvorum.cluster.manager.channel import ManagerAddress, ManagerLostError
-from kvorum.cluster.manager.service import ManagerServer, serve_promptly
+from kvorum.cluster.manager.service import LEARN_S, ManagerServer, serve_promptly
 from kvorum.cluster.manager.tls import read_tls
 from kvorum.cluster.manager.types import TenantLimits
 
@@ -42,7 +42,7 @@ class _ManagerActor:
         serve_promptly()
         manager = CacheManager(tenants, lease_s=LEASE_S, engine_grace_s=ENGINE_GRACE_S)
         tls = None if tls_folder is None else read_tls(tls_folder)
-        self._server = ManagerServer(manager, token=secrets.token_urlsafe(32), tls=tls)
+        self._server = ManagerServer(manager, token=secrets.token_urlsafe(32), tls=tls, learn_s=LEARN_S)
         self._starting = asyncio.Lock()
         self._target: str | None = None
 

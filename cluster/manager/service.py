@@ -54,6 +54,8 @@ SILENCE_S = 3.0
 _HEARTBEAT = pb.CoordinateResponse(heartbeat=pb.Heartbeat())
 # A router that has not renewed for so long is gone.
 ROUTER_TIMEOUT_S = 10.0
+# For so long routers tell a manager that was just started what they hold, and go on without it.
+LEARN_S = 1.0
 WATCH_PERIOD_S = 0.5
 SHARES_PERIOD_S = 0.5
 
@@ -100,7 +102,10 @@ class _EngineLink:
 
 
 class ManagerServer:
-    """Serves one CacheManager until stopped. token: what every caller must bring."""
+    """Serves one CacheManager until stopped.
+
+    token: what every caller must bring. learn_s: for how long from its start it only listens.
+    """
 
     def __init__(
         self,
@@ -108,12 +113,15 @@ class ManagerServer:
         *,
         token: str,
         tls: ControlTls | None = None,
+        learn_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
         self.token = token
         self._tls = tls
         self._clock = clock
+        self._learn_s = learn_s
+        self._knows_s = math.inf
         self._waiting: dict[str, _Line] = {}
         self._engines: dict[str, _EngineLink] = {}
         self._routers: dict[str, float] = {}
@@ -131,6 +139,7 @@ class ManagerServer:
         bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
         await server.start()
         self._server = server
+        self._knows_s = self._clock() + self._learn_s
         self._ticking = asyncio.create_task(self._tick())
         return bound
 
@@ -177,6 +186,8 @@ class ManagerServer:
         self._routers[message.router_id] = now_s
         self._routers = {name: seen_s for name, seen_s in self._routers.items() if seen_s > now_s - ROUTER_TIMEOUT_S}
         self._settle()
+        if now_s < self._knows_s:
+            return pb.RenewResponse(is_learning=True)
         return pb.RenewResponse(
             shares={
                 name: pb.SafeShare(blocks=share.blocks, max_running=share.max_running)

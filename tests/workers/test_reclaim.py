@@ -9,10 +9,11 @@ import pytest
 from kvorum.kvstore.errors import NeverFitsError
 from kvorum.kvstore.pricing import Rule, RuleKind, parse_rule
 from kvorum.kvstore.store import KVStore
+from kvorum.workers.composer import SchedulerLimits
 from kvorum.workers.fake_engine import FakeExecutor
 from kvorum.workers.governance import Directive, LadderStep, LeaseTerms, worth_bin
 from kvorum.workers.request import EngineRequest, KVParams, Receipt, RequestId
-from kvorum.workers.scheduler import Scheduler, SchedulerLimits
+from kvorum.workers.scheduler import Scheduler
 from kvorum.workers.sequence import Sequence
 from kvtest.engines import request
 
@@ -304,7 +305,7 @@ class TestAllowances:
         bench.step()
         assert held(red, blue) == [LEAST, LEAST]
         assert held(full)[0] >= 5
-        assert bench.scheduler.totals.preemptions == 0
+        assert bench.scheduler.num_preemptions == 0
 
 
 class TestPreemption:

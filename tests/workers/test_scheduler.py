@@ -13,11 +13,12 @@ from kvorum.kvstore.policies import parse_policy, resolve_budget
 from kvorum.kvstore.pricing import parse_rule
 from kvorum.kvstore.store import KVStore
 from kvorum.kvstore.types import blocks_for
+from kvorum.workers.composer import SchedulerLimits
 from kvorum.workers.fake_engine import FakeExecutor
 from kvorum.workers.governance import Directive, LeaseTerms, LeaseUse
 from kvorum.workers.plan import StepPlan
 from kvorum.workers.request import EngineRequest, FinishReason, KVParams, RequestId, RequestOutput
-from kvorum.workers.scheduler import Scheduler, SchedulerLimits
+from kvorum.workers.scheduler import Scheduler
 from kvtest.engines import Answer, request
 
 BLOCK_SIZE = 4

@@ -91,7 +91,7 @@ class LeaseRecord(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., tenant: _Optional[str] = ..., engine_id: _Optional[str] = ..., sequence_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RenewResponse(_message.Message):
-    __slots__ = ("shares",)
+    __slots__ = ("shares", "is_learning")
     class SharesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -100,8 +100,10 @@ class RenewResponse(_message.Message):
         value: SafeShare
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[SafeShare, _Mapping]] = ...) -> None: ...
     SHARES_FIELD_NUMBER: _ClassVar[int]
+    IS_LEARNING_FIELD_NUMBER: _ClassVar[int]
     shares: _containers.MessageMap[str, SafeShare]
-    def __init__(self, shares: _Optional[_Mapping[str, SafeShare]] = ...) -> None: ...
+    is_learning: bool
+    def __init__(self, shares: _Optional[_Mapping[str, SafeShare]] = ..., is_learning: _Optional[bool] = ...) -> None: ...
 
 class SafeShare(_message.Message):
     __slots__ = ("blocks", "max_running")

@@ -1,7 +1,8 @@
-"""The manager over a lossy network: engines, one router, connections that break, messages that come late or twice.
+"""The manager over a lossy network: engines, two routers, connections that break, messages that come late or twice.
 
 The model engines do what real ones do: they keep to the allowance of the last directive that reached them, report what
-changes, and are the truth that the manager's books must come back to.
+changes, and are the truth that the manager's books must come back to. Model routers renew what they hold at each beat,
+and ask a manager that was just started for nothing until it has had the time to hear of all.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvorum.cluster.manager.cache_manager import CacheManager
+from kvorum.cluster.manager.service import LEARN_S
 from kvorum.cluster.manager.types import (
     AdmitRequest,
     EngineFacts,
@@ -27,11 +29,13 @@ from kvorum.cluster.manager.types import (
     TenantLimits,
     Waiting,
 )
+from kvorum.cluster.manager_link import BEAT_S
 from kvorum.workers.governance import Directive, EngineReport, LeaseUse, TenantUse
 
 LEASE_S, GRACE_S = 10.0, 5.0
 POOL = 40
 ENGINES = ("a", "b", "c")
+ROUTERS = ("r", "s")
 TENANTS = (
     TenantLimits("floored", floor=30, max_waiting=8),
     TenantLimits("capped", weight=2.0, ceiling=35, max_waiting=8),
@@ -77,15 +81,25 @@ class ModelEngine:
         return EngineReport(POOL, POOL - self.held, 0, tenants=uses)
 
 
+@dataclass
+class ModelRouter:
+    """One router: the leases that it holds, what it asked for, and when it last renewed."""
+
+    renewed_s: float = 0.0
+    records: dict[str, LeaseRecord] = field(default_factory=dict)
+    asked: dict[str, AdmitRequest] = field(default_factory=dict)
+    waiting: list[AdmitRequest] = field(default_factory=list)  # for a manager to ask
+
+
 class LossyCluster(RuleBasedStateMachine):
-    """Engines and a router around a manager that may be started anew."""
+    """Engines and routers around a manager that may be started anew."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
         self.engines = {name: ModelEngine(name) for name in ENGINES}
-        self.records: dict[str, LeaseRecord] = {}  # what the router holds
-        self.asked: dict[str, AdmitRequest] = {}  # what waits
+        self.routers = {name: ModelRouter() for name in ROUTERS}
+        self.knows_s = 0.0
         self.granted_on: dict[str, str] = {}
         self.num_asked = 0
         self.manager = self.new_manager()
@@ -100,24 +114,38 @@ class LossyCluster(RuleBasedStateMachine):
     def settle(self) -> None:
         """Send what the manager has decided; what goes to an engine that is not connected is lost."""
         for outcome in self.manager.take_outcomes():
-            if outcome.lease_id in self.asked:
-                self.take(self.asked[outcome.lease_id], outcome)
+            for router in self.routers.values():
+                if outcome.lease_id in router.asked:
+                    self.take(router, router.asked[outcome.lease_id], outcome)
         for name, directive in self.manager.take_directives(self.now_s).items():
             if self.engines[name].connected:
                 self.engines[name].down.append(directive)
 
-    def take(self, request: AdmitRequest, outcome: Outcome) -> None:
+    def take(self, router: ModelRouter, request: AdmitRequest, outcome: Outcome) -> None:
         lease_id = request.lease_id
         match outcome:
             case Waiting():
-                self.asked[lease_id] = request
+                router.asked[lease_id] = request
             case Refused():
-                self.asked.pop(lease_id, None)
+                router.asked.pop(lease_id, None)
             case Granted(engine_id=engine_id):
                 assert self.granted_on.setdefault(lease_id, engine_id) == engine_id, "one lease on two engines"
-                self.asked.pop(lease_id, None)
+                router.asked.pop(lease_id, None)
                 record = LeaseRecord(lease_id, request.tenant, engine_id, request.sequence_blocks)
-                self.records[lease_id] = record
+                router.records[lease_id] = record
+
+    def held(self, data: st.DataObject) -> tuple[ModelRouter, LeaseRecord]:
+        """Draw a lease that some router holds."""
+        lease_id = data.draw(st.sampled_from(sorted(self.records)))
+        return next((it, it.records[lease_id]) for it in self.routers.values() if lease_id in it.records)
+
+    @property
+    def records(self) -> dict[str, LeaseRecord]:
+        return {key: record for router in self.routers.values() for key, record in router.records.items()}
+
+    @property
+    def may_ask(self) -> bool:
+        return self.now_s >= self.knows_s
 
     def reconnect(self, engine: ModelEngine) -> None:
         """Break a connection and begin a new one with a snapshot; what was on its way may still arrive, late."""
@@ -173,30 +201,37 @@ class LossyCluster(RuleBasedStateMachine):
 
     # What happens.
 
-    @rule(tenant=st.sampled_from([tenant.name for tenant in TENANTS]), blocks=st.integers(1, 20), wait=st.booleans())
-    def ask(self, tenant: str, blocks: int, wait: bool) -> None:
+    @precondition(lambda self: self.may_ask)
+    @rule(
+        name=st.sampled_from(ROUTERS),
+        tenant=st.sampled_from([tenant.name for tenant in TENANTS]),
+        blocks=st.integers(1, 20),
+        wait=st.booleans(),
+    )
+    def ask(self, name: str, tenant: str, blocks: int, wait: bool) -> None:
         self.num_asked += 1
         request = AdmitRequest(f"lease-{self.num_asked}", tenant, (blocks,), 16 * blocks, 30.0 if wait else 0.0)
-        self.take(request, self.manager.admit(request, self.now_s))
+        self.take(self.routers[name], request, self.manager.admit(request, self.now_s))
         self.settle()
 
-    @precondition(lambda self: self.records or self.asked)
+    @precondition(lambda self: self.may_ask and any(it.records or it.asked for it in self.routers.values()))
     @rule(data=st.data())
     def ask_again(self, data: st.DataObject) -> None:
-        lease_id = data.draw(st.sampled_from(sorted([*self.records, *self.asked])))
-        record = self.records.get(lease_id)
-        request = self.asked.get(lease_id)
+        router = data.draw(st.sampled_from([it for it in self.routers.values() if it.records or it.asked]))
+        lease_id = data.draw(st.sampled_from(sorted([*router.records, *router.asked])))
+        record = router.records.get(lease_id)
+        request = router.asked.get(lease_id)
         if record:
             request = AdmitRequest(lease_id, record.tenant, record.sequence_blocks, 16, 30.0)
         assert request
-        self.take(request, self.manager.admit(request, self.now_s))
+        self.take(router, request, self.manager.admit(request, self.now_s))
         self.settle()
 
     @precondition(lambda self: self.records)
     @rule(data=st.data())
     def arrive(self, data: st.DataObject) -> None:
         """A granted request's sequences reach their engine, with room that was promised."""
-        record = self.records[data.draw(st.sampled_from(sorted(self.records)))]
+        _, record = self.held(data)
         engine = self.engines[record.engine_id]
         if record.lease_id in engine.leases:
             return
@@ -210,7 +245,8 @@ class LossyCluster(RuleBasedStateMachine):
     @precondition(lambda self: self.records)
     @rule(data=st.data(), release_is_lost=st.booleans())
     def finish(self, data: st.DataObject, release_is_lost: bool) -> None:
-        record = self.records.pop(data.draw(st.sampled_from(sorted(self.records))))
+        router, record = self.held(data)
+        del router.records[record.lease_id]
         engine = self.engines[record.engine_id]
         if engine.leases.pop(record.lease_id, None):
             engine.ended.append(record.lease_id)
@@ -261,39 +297,51 @@ class LossyCluster(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(ENGINES))
     def lose_engine(self, name: str) -> None:
-        """An engine is started anew: its sequences are gone, and the router gives their leases back."""
+        """An engine is started anew: its sequences are gone, and the routers give their leases back."""
         engine = self.engines[name]
         engine.leases, engine.elastic, engine.allowance = {}, 0, 0
-        for lease_id in [key for key, record in self.records.items() if record.engine_id == name]:
-            del self.records[lease_id]
-            self.manager.release(lease_id, self.now_s)
+        for router in self.routers.values():
+            for lease_id in [key for key, record in router.records.items() if record.engine_id == name]:
+                del router.records[lease_id]
+                self.manager.release(lease_id, self.now_s)
         self.settle()
         self.reconnect(engine)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 3.0]))
     def wait(self, seconds: float) -> None:
-        """Time goes by; the router renews what it holds."""
+        """Time goes by; routers renew what they hold when their beats are due."""
         self.now_s += seconds
-        self.renew()
+        for router in self.routers.values():
+            if self.now_s - router.renewed_s >= BEAT_S:
+                self.renew(router)
         self.manager.tick(self.now_s)
         self.settle()
+        self.ask_what_was_left()
 
-    def renew(self) -> None:
-        self.manager.renew(list(self.records.values()), self.now_s)
+    def renew(self, router: ModelRouter) -> None:
+        router.renewed_s = self.now_s
+        self.manager.renew(list(router.records.values()), self.now_s)
         self.settle()
 
-    @rule()
-    def restart_manager(self) -> None:
-        """The manager forgets everything; the router is the first to find it, as it does before it asks anything."""
+    @rule(first=st.sampled_from(ROUTERS))
+    def restart_manager(self, first: str) -> None:
+        """The manager forgets everything; one router finds it at once, the other with its next beat."""
         for engine in self.engines.values():
             self.disconnect(engine)
             engine.stale.clear()  # a new manager has a port of its own
         self.manager = self.new_manager()
-        self.renew()
-        waiting, self.asked = [*self.asked.values()], {}
-        for request in waiting:
-            self.take(request, self.manager.admit(request, self.now_s))
-        self.settle()
+        self.knows_s = self.now_s + LEARN_S
+        for router in self.routers.values():
+            router.waiting, router.asked = [*router.waiting, *router.asked.values()], {}
+        self.renew(self.routers[first])
+
+    def ask_what_was_left(self) -> None:
+        """Ask anew for what waited when a manager was lost, once that can be."""
+        for router in self.routers.values():
+            waiting, router.waiting = (router.waiting, []) if self.may_ask else ([], router.waiting)
+            for request in waiting:
+                self.take(router, request, self.manager.admit(request, self.now_s))
+                self.settle()
 
     # What always holds.
 
@@ -307,25 +355,22 @@ class LossyCluster(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Everything comes back and ends: each request in line is served, and nothing is left in the books."""
-        self.renew()
         for engine in self.engines.values():
             self.reconnect(engine)
         for _ in range(100):
-            self.now_s += 0.3
             for engine in self.engines.values():
                 self.pump(engine)
-            self.renew()
-            self.manager.tick(self.now_s)
-            self.settle()
-            for lease_id in sorted(self.records):
-                record = self.records.pop(lease_id)
-                engine = self.engines[record.engine_id]
-                if engine.leases.pop(lease_id, None):
-                    engine.ended.append(lease_id)
-                    self.send_delta(engine)
-                self.manager.release(lease_id, self.now_s)
-                self.settle()
-        assert not self.asked, "a request starved"
+            self.wait(BEAT_S)
+            for router in self.routers.values():
+                for lease_id in sorted(router.records):
+                    record = router.records.pop(lease_id)
+                    engine = self.engines[record.engine_id]
+                    if engine.leases.pop(lease_id, None):
+                        engine.ended.append(lease_id)
+                        self.send_delta(engine)
+                    self.manager.release(lease_id, self.now_s)
+                    self.settle()
+        assert not any(router.asked or router.waiting for router in self.routers.values()), "a request starved"
         self.now_s += LEASE_S + GRACE_S
         for engine in self.engines.values():
             engine.elastic = 0

@@ -265,6 +265,26 @@ def test_a_router_alone_stays_inside_the_tenants_share() -> None:
     run(scenario, config=tenants(acme=Tenant(ceiling=10)))
 
 
+def test_a_manager_that_was_just_started_is_told_what_runs_before_it_is_asked_anything() -> None:
+    async def scenario(cluster: ManagedCluster) -> None:
+        links = [frontend._managed.link for frontend in cluster.frontends if frontend._managed]
+        running = await started(cluster, plan(cluster, "running", max_tokens=400))
+        await eventually(lambda: bool(links[0].shares))
+        share = links[0].shares
+        await cluster.manager.kill()
+        await eventually(lambda: not any(link.is_up for link in links))
+        cluster.manager.learn_s = 1.0
+        await cluster.manager.start()
+        await eventually(lambda: _reserved(cluster) == BLOCKS_OF[400])
+        assert not any(link.is_up for link in links)
+        await answer(cluster, plan(cluster, "meanwhile", max_tokens=50))
+        assert links[0].shares == share, "of a manager that does not know all routers yet"
+        await eventually(lambda: all(link.is_up for link in links))
+        await running
+
+    run(scenario, num_routers=2)
+
+
 def _reserved(cluster: ManagedCluster) -> int:
     return sum(engine.reserved_blocks for engine in cluster.manager.manager.view().engines)
 

@@ -35,6 +35,7 @@ class ManagerHost:
     def __init__(self, tenants: Collection[TenantLimits], *, tls: ControlTls | None = None) -> None:
         self._tenants = tenants
         self._tls = tls
+        self.learn_s = 0.0  # of the next one
         self.server: ManagerServer | None = None
         self._address: ManagerAddress | None = None
 
@@ -45,7 +46,7 @@ class ManagerHost:
 
     async def start(self) -> None:
         manager = CacheManager(self._tenants, lease_s=LEASE_S, engine_grace_s=ENGINE_GRACE_S)
-        server = ManagerServer(manager, token=secrets.token_hex(8), tls=self._tls)
+        server = ManagerServer(manager, token=secrets.token_hex(8), tls=self._tls, learn_s=self.learn_s)
         self._address = ManagerAddress(f"127.0.0.1:{await server.start('127.0.0.1')}", server.token)
         self.server = server
 
