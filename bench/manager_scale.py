@@ -44,7 +44,7 @@ from kvorum.cluster.manager.wire import (
 )
 from kvorum.protos.cache.v1 import cache_pb2 as pb
 from kvorum.protos.cache.v1 import cache_pb2_grpc as pb_grpc
-from kvorum.workers.governance import EngineReport, LeaseUse, TenantUse
+from kvorum.workers.governance import NUM_WORTH_BINS, EngineReport, LeaseUse, TenantUse
 
 TOKEN = "bench"
 POOL_BLOCKS = 20_000
@@ -151,7 +151,7 @@ async def _ask(pipe: Connection, address: ManagerAddress, rate: float, seconds: 
             outcome = outcome_from_pb(lease_id, answer)
             if isinstance(outcome, str):
                 pipe.send((outcome, LeaseUse(lease_id, tenant, LEASE_BLOCKS)))
-            else:
+            elif due_s >= begun_s:
                 asked.refused += 1
 
         await asyncio.to_thread(pipe.recv)
@@ -200,9 +200,12 @@ class Engine:
         held: dict[str, int] = collections.Counter()
         for use in self.leases.values():
             held[use.tenant] += use.reserved_blocks
-        worths = tuple(range(40))
-        tenants = {name: TenantUse(blocks, blocks, 0, 0, worths) for name, blocks in held.items()}
-        return EngineReport(POOL_BLOCKS, POOL_BLOCKS - sum(held.values()), 0, tenants=tenants)
+        tenants = {
+            name: TenantUse(blocks, blocks, 0, 0, tuple(blocks // (2 + index) for index in range(NUM_WORTH_BINS)))
+            for name, blocks in held.items()
+        }
+        free = POOL_BLOCKS - sum(held.values())
+        return EngineReport(POOL_BLOCKS, free, 0, price=1 - free / POOL_BLOCKS, tenants=tenants)
 
 
 class Cluster:

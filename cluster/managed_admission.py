@@ -1,7 +1,8 @@
 """Admission by the cluster's cache manager; without it, by this router alone and inside safe bounds.
 
 While the manager cannot be reached a router admits by its engines' own free blocks, inside the share that each tenant
-last had; what does not fit waits. The manager's return reconciles: it hears of the leases with the next beat.
+last had; what does not fit waits. The manager's return reconciles: it hears of the leases with the next beat. A router
+that was never told of shares knows no bounds; it waits for a manager that is there but still learns what runs.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ class ManagedAdmission:
         return True
 
     def _decide_alone(self, demand: Demand, engines: Mapping[str, EngineStatus], lease_id: str) -> Lease | None:
-        """Return a lease inside the tenant's safe share; None when it does not fit now."""
+        """Return a lease inside the tenant's safe share; None when it does not fit now, or shares are on their way."""
+        if self.link.is_learning and not self.link.shares:
+            return None
         try:
             return self._safe.decide_within(demand, engines, lease_id, self.link.shares.get(demand.tenant))
         except CapacityError:

@@ -2,7 +2,7 @@
 
 Every BEAT_S the router says which leases it holds. A beat that is not answered means that the manager is dead, hung or
 cut off: what waits for it is told so at once, and the manager is looked for anew. One that was just started is asked
-nothing before every router has had the time to tell it what it holds: else it would promise the same room again.
+for nothing before every router has had the time to tell it what it holds: else it would promise the same room again.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class ManagerLink:
         self._to_release: set[str] = set()
         self._release_now = asyncio.Event()
         self.shares: Mapping[str, SafeShare] = {}
+        self.is_learning = False  # the manager that is there, but is not asked yet
 
     @property
     def is_up(self) -> bool:
@@ -137,6 +138,7 @@ class ManagerLink:
                     last_reason = reason
             finally:
                 self._stub = None
+                self.is_learning = False
                 self._up.clear()
                 self._down.set()
             end_if_cancelled()
@@ -147,7 +149,7 @@ class ManagerLink:
             stub = pb_grpc.CacheManagerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
             self._address = address
             while await self._beat(stub):
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(BEAT_S)
             logger.info("connected to the cache manager at %s", address.target)
             self._stub = stub
             self._down.clear()
@@ -163,8 +165,8 @@ class ManagerLink:
 
     async def _keep_beating(self, stub: pb_grpc.CacheManagerServiceStub) -> None:
         while True:
-            await asyncio.sleep(BEAT_S)
             await self._beat(stub)
+            await asyncio.sleep(BEAT_S)
 
     async def _beat(self, stub: pb_grpc.CacheManagerServiceStub) -> bool:
         """Say what this router holds; return whether the manager was just started and waits for others to do so."""
@@ -176,7 +178,8 @@ class ManagerLink:
                 name: SafeShare(share.blocks, share.max_running if share.HasField("max_running") else None)
                 for name, share in response.shares.items()
             }
-        return bool(response.is_learning)
+        self.is_learning = response.is_learning
+        return self.is_learning
 
     async def _keep_releasing(self, stub: pb_grpc.CacheManagerServiceStub) -> None:
         while True:

@@ -25,7 +25,6 @@ from kvorum.kvstore.errors import EngineLostError, KvorumError
 
 # Each message is pickled and comes after its length.
 _LENGTH = struct.Struct("!Q")
-_MOST_AT_ONCE = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,8 @@ class ChannelClient:
     """An engine's end. Calls come one at a time, from one event loop, which goes on while the rank works.
 
     A call leaves at once, before anything else that is due in the loop: what the last step brought for clients is sent
-    while the rank is at the next.
+    while the rank is at the next. One that is not waited for to its end closes the channel, since its answer would be
+    taken for the next one's.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -111,12 +111,17 @@ class ChannelClient:
 
     async def call(self, method: str, *args: object) -> object:
         """Call a method of the target; raises what it raised, EngineLostError when the rank is gone."""
+        assert not self._is_calling, "one call at a time"
         self._is_calling = True
         try:
             await asyncio.get_running_loop().sock_sendall(self._socket, _framed((method, args)))
             succeeded, result = pickle.loads(await self._receive())
         except (OSError, EOFError) as error:
+            self.close()
             raise EngineLostError("a rank died") from error
+        except asyncio.CancelledError:
+            self.close()
+            raise
         finally:
             self._is_calling = False
             if self._is_closed:
@@ -125,18 +130,18 @@ class ChannelClient:
             raise result
         return result
 
-    async def _receive(self) -> bytes:
-        """Return the answer; nothing comes after it before the next call."""
-        received = b""
-        while len(received) < _LENGTH.size or len(received) < _LENGTH.size + _LENGTH.unpack_from(received)[0]:
-            received += await self._receive_some()
-        return received[_LENGTH.size :]
+    async def _receive(self) -> bytearray:
+        return await self._receive_exactly(*_LENGTH.unpack(await self._receive_exactly(_LENGTH.size)))
 
-    async def _receive_some(self) -> bytes:
-        some = await asyncio.get_running_loop().sock_recv(self._socket, _MOST_AT_ONCE)
-        if not some:
-            raise EOFError
-        return some
+    async def _receive_exactly(self, count: int) -> bytearray:
+        received = bytearray(count)
+        missing = memoryview(received)
+        while missing:
+            filled = await asyncio.get_running_loop().sock_recv_into(self._socket, missing)
+            if not filled:
+                raise EOFError
+            missing = missing[filled:]
+        return received
 
     def close(self) -> None:
         """End the connection, even while a call waits."""
@@ -160,15 +165,16 @@ def _framed(message: object) -> bytes:
     return _LENGTH.pack(len(pickled)) + pickled
 
 
-def _receive(connected: socket.socket) -> bytes:
+def _receive(connected: socket.socket) -> bytearray:
     return _receive_exactly(connected, *_LENGTH.unpack(_receive_exactly(connected, _LENGTH.size)))
 
 
-def _receive_exactly(connected: socket.socket, count: int) -> bytes:
-    received = b""
-    while len(received) < count:
-        some = connected.recv(count - len(received), socket.MSG_WAITALL)
-        if not some:
+def _receive_exactly(connected: socket.socket, count: int) -> bytearray:
+    received = bytearray(count)
+    missing = memoryview(received)
+    while missing:
+        filled = connected.recv_into(missing)
+        if not filled:
             raise EOFError
-        received += some
+        missing = missing[filled:]
     return received

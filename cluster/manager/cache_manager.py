@@ -43,8 +43,8 @@ from kvorum.cluster.manager.viewing import view_of
 from kvorum.cluster.manager.waiting_room import HOLD_AFTER_S, Tenant, WaitingRoom
 from kvorum.workers.governance import Directive, EngineReport, LeaseUse
 
-# So many engines are told of new allowances at once, and unless a request waits for that, from tick to tick: a
-# directive to each of a thousand, and the answers, take half a second.
+# So many engines are told of new allowances at once, and unless these are in a request's way, from tick to tick: a
+# directive to each of a thousand, and the answers, take half a second. Orders to reclaim are not held up.
 _DIRECTIVES_AT_ONCE = 16
 
 
@@ -367,7 +367,7 @@ class CacheManager:
     def take_directives(self, now_s: float) -> dict[str, Directive]:
         """Return what is new to say to engines, once; to few at a time, so that nobody waits while many are told."""
         self._ceilings.share(now_s)
-        if next(self._room.in_line, None):
+        if self._ceilings.is_lowering or next(self._room.in_line, None):
             self._allowances.allow(_DIRECTIVES_AT_ONCE)
         return self._allowances.take_directives(self._reclaim_of)
 

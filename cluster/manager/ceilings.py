@@ -82,6 +82,11 @@ class Ceilings:
         for demands in self._demands.values():
             demands.pop(engine_id, None)
 
+    @property
+    def is_lowering(self) -> bool:
+        """Whether some tenant's allowances were last set to make room for a request."""
+        return any(self._lowered.values())
+
     def share(self, now_s: float) -> None:
         """Set the allowances of tenants whose heads lack room, and of one more for which it is time."""
         waiting_s = {tenant: now_s - self._shared_s.get(tenant, -math.inf) for tenant in self._due}

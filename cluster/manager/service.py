@@ -48,14 +48,16 @@ from kvorum.protos.cache.v1 import cache_pb2_grpc as pb_grpc
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
-# Either end of an engine's stream says something at least this often, and takes silence of the other for its loss.
+# An engine says something at least this often, and is answered nearly as often. Either end takes silence of the other
+# for its loss.
 HEARTBEAT_S = 1.0
 SILENCE_S = 3.0
 _HEARTBEAT = pb.CoordinateResponse(heartbeat=pb.Heartbeat())
 # A router that has not renewed for so long is gone.
 ROUTER_TIMEOUT_S = 10.0
-# For so long routers tell a manager that was just started what they hold, and go on without it.
-LEARN_S = 1.0
+# For so long routers tell a manager that was just started what they hold, and go on without it: as long as one may take
+# to notice that the last one is gone.
+LEARN_S = 2.0
 WATCH_PERIOD_S = 0.5
 SHARES_PERIOD_S = 0.5
 
@@ -70,8 +72,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 def serve_promptly() -> None:
     """Keep this process from pauses in which nobody is admitted.
 
-    - Looks for garbage cycles beyond the youngest objects take 20 ms, over a large ledger 0.2 s, and find what calls
-      leave behind: now they come once a minute or less.
+    - Collecting garbage cycles beyond the youngest objects takes 20 ms, over a large ledger 0.2 s, and finds only what
+      calls leave behind: now that happens once a minute or less.
     - gRPC brings messages in by a thread of its own, one for each time that it gets the interpreter. A busy event loop
       lets go of it after Python's 5 ms only, which is 200 messages a second, just when there are most.
     """
@@ -104,7 +106,7 @@ class _EngineLink:
 class ManagerServer:
     """Serves one CacheManager until stopped.
 
-    token: what every caller must bring. learn_s: for how long from its start it only listens.
+    token: what every caller must bring. learn_s: for how long from its start it grants nothing.
     """
 
     def __init__(
@@ -157,6 +159,11 @@ class ManagerServer:
 
     # Routers.
 
+    @property
+    def is_learning(self) -> bool:
+        """Whether it was just started, and may not have been told yet what all routers hold."""
+        return self._clock() < self._knows_s
+
     async def admit(self, message: pb.AdmitRequest) -> pb.AdmitResponse:
         """Decide, waiting if need be; a caller that is cancelled leaves the line."""
         request = admit_request_from_pb(message)
@@ -186,7 +193,7 @@ class ManagerServer:
         self._routers[message.router_id] = now_s
         self._routers = {name: seen_s for name, seen_s in self._routers.items() if seen_s > now_s - ROUTER_TIMEOUT_S}
         self._settle()
-        if now_s < self._knows_s:
+        if self.is_learning:
             return pb.RenewResponse(is_learning=True)
         return pb.RenewResponse(
             shares={
@@ -249,8 +256,8 @@ class ManagerServer:
             case Acknowledgement(number):
                 self.manager.acknowledge(engine_id, link.epoch, number)
         self._settle()
-        # An engine says something every HEARTBEAT_S at least, so nobody else has to look whom to answer, and when.
-        if now_s - link.said_s >= HEARTBEAT_S / 2:
+        # Engines speak by themselves, so nobody else has to look whom to answer, and when.
+        if now_s - link.said_s >= HEARTBEAT_S / 4:
             link.say(_HEARTBEAT, now_s)
 
     # Operators.
@@ -308,6 +315,8 @@ class _Servicer(pb_grpc.CacheManagerServiceServicer):
 
     async def Admit(self, request: pb.AdmitRequest, context: _Context) -> pb.AdmitResponse:
         await self._check(context)
+        if self._server.is_learning:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the cache manager was just started and learns what runs")
         return await self._server.admit(request)
 
     async def Renew(self, request: pb.RenewRequest, context: _Context) -> pb.RenewResponse:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 
 import pytest
+import uvloop
 
 from kvorum.kvstore.errors import CheckpointError, EngineLostError
 from kvorum.workers.channel import ChannelClient, ChannelServer
@@ -40,6 +41,17 @@ def serving(target: Target, **options: object) -> ChannelServer:
 @pytest.fixture
 def target() -> Target:
     return Target()
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"], autouse=True)
+def new_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test in both kinds of loop: Ray runs actors in uvloop's."""
+    monkeypatch.setattr(asyncio, "run", lambda main: _run_in(request.param, main))
+
+
+def _run_in(new_loop: Callable[[], asyncio.AbstractEventLoop], main: Coroutine[None, None, None]) -> None:
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(main)
 
 
 def run(scenario: Callable[[ChannelClient], Awaitable[None]], target: Target, **options: object) -> None:
@@ -92,7 +104,7 @@ def test_the_loop_goes_on_while_a_call_waits_and_closing_ends_it(target: Target)
     run(scenario, target)
 
 
-def test_a_call_that_was_cancelled_is_over_and_the_channel_can_be_closed(target: Target) -> None:
+def test_a_call_that_was_cancelled_closes_the_channel_since_its_answer_may_still_come(target: Target) -> None:
     async def scenario(client: ChannelClient) -> None:
         call = asyncio.create_task(client.call("wait"))
         await asyncio.sleep(0.05)
@@ -100,6 +112,20 @@ def test_a_call_that_was_cancelled_is_over_and_the_channel_can_be_closed(target:
         with pytest.raises(asyncio.CancelledError):
             await call
         target.may_go_on.set()
+        with pytest.raises(EngineLostError, match="a rank died"):
+            await client.call("double", [1])
+
+    run(scenario, target)
+
+
+def test_two_calls_at_once_are_a_mistake(target: Target) -> None:
+    async def scenario(client: ChannelClient) -> None:
+        call = asyncio.create_task(client.call("wait"))
+        await asyncio.sleep(0)
+        with pytest.raises(AssertionError, match="one call at a time"):
+            await client.call("double", [1])
+        target.may_go_on.set()
+        assert await call == "done"
 
     run(scenario, target)
 

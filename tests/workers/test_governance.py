@@ -7,7 +7,10 @@ from hypothesis import strategies as st
 
 from kvorum.workers.governance import EngineReport, TenantUse
 
-USES = st.builds(TenantUse, st.integers(1, 3), st.integers(0, 1))
+WORTHS = st.sampled_from([TenantUse().worths, (1, *TenantUse().worths[1:])])
+USES = st.builds(TenantUse, st.integers(0, 2), st.integers(0, 1), st.just(0), st.just(0), WORTHS).filter(
+    lambda use: use != TenantUse()
+)
 REPORTS = st.builds(
     EngineReport,
     st.just(40),

@@ -60,6 +60,21 @@ async def _codes_without(metadata: tuple[tuple[str, str], ...], address: Manager
         return [await call.code() for call in calls]
 
 
+def test_a_manager_that_learns_what_runs_grants_nothing() -> None:
+    async def scenario(cluster: ManagedCluster) -> None:
+        await cluster.manager.kill()
+        cluster.manager.learn_s = 60.0
+        await cluster.manager.start()
+        address = await cluster.manager.find()
+        async with grpc.aio.insecure_channel(address.target) as channel:
+            stub: Any = pb_grpc.CacheManagerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
+            request = pb.AdmitRequest(lease_id="x", tenant=DEFAULT_TENANT, sequence_blocks=[1])
+            assert await stub.Admit(request, metadata=address.metadata).code() is grpc.StatusCode.UNAVAILABLE
+            assert (await stub.Renew(pb.RenewRequest(router_id="x"), metadata=address.metadata)).is_learning
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),), (("authorization", "Bearer "),)])
 def test_no_call_is_answered_without_the_token(metadata: tuple[tuple[str, str], ...]) -> None:
     async def scenario(cluster: ManagedCluster) -> None:

@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from kvorum.cluster import manager_link
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.generation import Delta, Ending
 from kvorum.cluster.manager.safe_shares import SafeShare
+from kvorum.cluster.manager.service import LEARN_S
 from kvorum.cluster.planning import GenerationRequest, Prompting
 from kvorum.cluster.sampling_fields import SamplingFields
 from kvorum.cluster.tenants import DEFAULT_TENANT, Tenant, TenantTable, hash_key
@@ -273,7 +275,7 @@ def test_a_manager_that_was_just_started_is_told_what_runs_before_it_is_asked_an
         share = links[0].shares
         await cluster.manager.kill()
         await eventually(lambda: not any(link.is_up for link in links))
-        cluster.manager.learn_s = 1.0
+        cluster.manager.learn_s = 3.0
         await cluster.manager.start()
         await eventually(lambda: _reserved(cluster) == BLOCKS_OF[400])
         assert not any(link.is_up for link in links)
@@ -283,6 +285,29 @@ def test_a_manager_that_was_just_started_is_told_what_runs_before_it_is_asked_an
         await running
 
     run(scenario, num_routers=2)
+
+
+def test_a_router_that_knows_no_bounds_waits_for_a_manager_that_learns() -> None:
+    async def scenario(cluster: ManagedCluster) -> None:
+        managed = cluster.frontend._managed
+        assert managed
+        await cluster.manager.kill()
+        await eventually(lambda: not managed.link.is_up)
+        managed.link.shares = {}
+        cluster.manager.learn_s = 3.0
+        await cluster.manager.start()
+        await eventually(lambda: managed.link.is_learning)
+        waiting = asyncio.create_task(answer(cluster, plan(cluster, "waiting", max_tokens=50)))
+        await asyncio.sleep(0.3)
+        assert not managed._records
+        await waiting
+        assert managed.link.is_up
+
+    run(scenario)
+
+
+def test_every_router_has_noticed_that_a_manager_is_gone_when_the_next_one_stops_learning() -> None:
+    assert manager_link.BEAT_S + manager_link.BEAT_TIMEOUT_S + manager_link._RETRY_S < LEARN_S
 
 
 def _reserved(cluster: ManagedCluster) -> int:
