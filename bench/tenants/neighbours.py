@@ -1,12 +1,13 @@
 """Does a tenant notice its neighbours? On a real cluster with the real model, driven by Locust.
 
-    make bench-tenants                      # three phases of 90 s
+    make bench-tenants                      # three rounds of three phases of 40 s
     make bench-tenants ARGS=--web           # the same with Locust's web view, on the port that it prints
 
 A quiet tenant with an SLO asks steadily; a noisy one asks five times as much; a batch tenant sends long prompts whose
 KV may be evicted. Phases: the quiet tenant alone, all three with the cache manager and the limits of workload.py, and
 all three in baseline mode, where nobody is told from another (`--no-cache-manager`). Half of the users ask over HTTP,
-half over gRPC. Printed are the times to the first token and between tokens as clients saw them.
+half over gRPC. Printed are the times to the first token and between tokens as clients saw them, of all rounds together:
+phases take turns, since a host that others use is slower in some minutes than in others.
 
 Exits with 1 when the quiet tenant's p99 with the manager is more than 1.3 times that of its solo run.
 """
@@ -64,13 +65,17 @@ Answers = list[dict[str, Any]]
 def main() -> int:
     """Run the phases and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--duration-s", type=int, default=90, metavar="N", help="of a phase [90]")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of all phases [3]")
+    parser.add_argument("--duration-s", type=int, default=40, metavar="N", help="of a phase in a round [40]")
     parser.add_argument("--web", action="store_true", help="show Locust's web view while it runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     args = parser.parse_args()
     ensure("locust", LOCUST)
     OUTPUT.mkdir(parents=True, exist_ok=True)
-    answers = {phase.name: run_phase(phase, duration_s=args.duration_s, web=args.web) for phase in PHASES}
+    answers: dict[str, Answers] = {phase.name: [] for phase in PHASES}
+    for _ in range(args.rounds):
+        for phase in PHASES:
+            answers[phase.name] += run_phase(phase, duration_s=args.duration_s, web=args.web)
     figures = {
         name: {work.name: figures_of([a for a in found if a["tenant"] == work.name]) for work in ALL}
         for name, found in answers.items()
