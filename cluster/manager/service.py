@@ -61,8 +61,8 @@ LEARN_S = 2.0
 WATCH_PERIOD_S = 0.5
 SHARES_PERIOD_S = 0.5
 
-# See serve_promptly. Objects of each generation before Python looks for cycles there, and how long a thread may keep the
-# interpreter from others.
+# Both are explained by serve_promptly: objects of each generation before Python looks for cycles there, and how long a
+# busy thread may keep the interpreter.
 _GC_THRESHOLDS = (1_000, 1_000, 100)
 _SWITCH_INTERVAL_S = 0.0005
 _SERVER_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1))
