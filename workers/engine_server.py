@@ -257,7 +257,8 @@ class _Servicer(pb_grpc.EngineServiceServicer):
             await serving
         finally:
             serving.cancel()
-            await asyncio.wait({serving})
+            # What it ended of is of no interest any more: the call is over.
+            await asyncio.gather(serving, return_exceptions=True)
 
     async def ListSequences(
         self,

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import time
 from collections.abc import Callable
+
+_NAP_S = 0.002
+# A machine that stood still for a while tells nothing about what is waited for.
+_LONGEST_COUNTED_S = 0.5
 
 
 async def eventually(condition: Callable[[], bool], *, timeout_s: float = 15.0) -> None:
-    """Return once condition() holds; fail when it does not within timeout_s."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.002)
+    """Return once condition() holds; fail with all tasks' stacks when it does not within timeout_s."""
+    waited_s, before = 0.0, time.monotonic()
+    while not condition():
+        if waited_s > timeout_s:
+            raise TimeoutError(f"not true after {timeout_s} s, in which there were these tasks:\n{_stacks()}")
+        await asyncio.sleep(_NAP_S)
+        now = time.monotonic()
+        waited_s, before = waited_s + min(now - before, _LONGEST_COUNTED_S), now
+
+
+def _stacks() -> str:
+    text = io.StringIO()
+    for task in asyncio.all_tasks():
+        task.print_stack(file=text)
+    return text.getvalue()
