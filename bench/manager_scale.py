@@ -4,9 +4,11 @@
 
 The manager is a process of its own, the real server over real gRPC. A second one is a router, which asks for leases at
 a Poisson rate, so that what it measures is not its own waiting for others' work. This process plays all engines, a
-stream each, with a report a second and lease changes as they happen; it steps back where cores are short, since a real
-cluster has a thousand machines for that. For each lease that is granted the oldest one ends. Reported: Admit's latency,
+stream each, with reports as often as the manager asks for; it steps back where cores are short, since a real cluster
+has a thousand machines for that. For each lease that is granted the oldest one ends. Reported: Admit's latency,
 refusals, the manager's share of a core, its memory, and the bytes of messages both ways (without HTTP/2's framing).
+Beside them, what gRPC alone takes: the latency of calls at the same rate which the same process, before any engine is
+there, answers with what it was sent.
 """
 
 from __future__ import annotations
@@ -22,15 +24,18 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 
+import grpc
 import grpc.aio
 import psutil
 import uvloop
 
 from kvorum.cluster.manager.cache_manager import CacheManager
 from kvorum.cluster.manager.channel import ManagerAddress, open_channel
+from kvorum.cluster.manager.pacing import next_turn_s
 from kvorum.cluster.manager.service import ManagerServer, serve_promptly
 from kvorum.cluster.manager.types import AdmitRequest, EngineFacts, LeaseChanges, TenantLimits
 from kvorum.cluster.manager.wire import (
@@ -49,10 +54,12 @@ from kvorum.workers.governance import NUM_WORTH_BINS, EngineReport, LeaseUse, Te
 TOKEN = "bench"
 POOL_BLOCKS = 20_000
 LEASE_BLOCKS = 100
-REPORT_PERIOD_S = 1.0
 NUM_CHANNELS = 8
 # What is asked for at first is not counted: the router connects, and first directives are on their way.
 WARM_UP_S = 3.0
+ECHO_S = 10.0
+# An event loop's timers are as late as this without anybody's doing.
+TIMER_S = 0.001
 TENANTS = tuple(
     TenantLimits(f"tenant-{index}", weight=1 + index % 3, floor=0.02, ceiling=0.5 if index % 2 else None)
     for index in range(16)
@@ -69,6 +76,8 @@ class Report:
     refused: int
     admit_p50_ms: float
     admit_p99_ms: float
+    echo_p50_ms: float
+    echo_p99_ms: float
     cpu_share: float
     memory_mib: float
     up_bytes_per_s: float
@@ -88,13 +97,14 @@ def main() -> None:
     ours, theirs = context.Pipe()
     manager = context.Process(target=serve, args=(theirs,), daemon=True)
     manager.start()
-    address = ManagerAddress(ours.recv(), TOKEN)
+    address, echo_target = ManagerAddress(ours.recv(), TOKEN), ours.recv()
     asking, answers = context.Pipe()
-    router = context.Process(target=ask, args=(answers, address, args.rate, args.seconds), daemon=True)
+    router = context.Process(target=ask, args=(answers, address, echo_target, args.rate, args.seconds), daemon=True)
     router.start()
     os.nice(3)
     gc.disable()  # a pause of this process would be one of all engines at once
     try:
+        asking.recv()  # that the echo is measured
         cluster = Cluster(args.engines, args.leases)
         report = asyncio.run(cluster.run(address, psutil.Process(manager.pid), asking))
     finally:
@@ -111,9 +121,20 @@ def serve(pipe: Connection) -> None:
         manager = CacheManager(TENANTS, lease_s=30.0, engine_grace_s=10.0)
         server = ManagerServer(manager, token=TOKEN)
         pipe.send(f"127.0.0.1:{await server.start('127.0.0.1')}")
+        echo = grpc.aio.server()
+        echo.add_generic_rpc_handlers((_echo_handler(),))
+        pipe.send(f"127.0.0.1:{echo.add_insecure_port('127.0.0.1:0')}")
+        await echo.start()
         await asyncio.Event().wait()
 
     uvloop.run(run())  # as Ray runs its actors
+
+
+def _echo_handler() -> grpc.GenericRpcHandler:
+    async def echo(request: bytes, context: object) -> bytes:
+        return request
+
+    return grpc.method_handlers_generic_handler("bench", {"Echo": grpc.unary_unary_rpc_method_handler(echo)})
 
 
 @dataclass(slots=True)
@@ -121,52 +142,72 @@ class Asked:
     """What a router saw. Bytes: of messages."""
 
     latencies_s: list[float] = field(default_factory=list)
+    echo_latencies_s: list[float] = field(default_factory=list)
     refused: int = 0
     up_bytes: int = 0
     down_bytes: int = 0
 
 
-def ask(pipe: Connection, address: ManagerAddress, rate: float, seconds: float) -> None:
+def ask(pipe: Connection, address: ManagerAddress, echo_target: str, rate: float, seconds: float) -> None:
     """Be a router: once told to, ask for leases at a rate; tell what is granted, and at the end what was seen."""
     serve_promptly()
-    uvloop.run(_ask(pipe, address, rate, seconds))
+    uvloop.run(_ask(pipe, address, echo_target, rate, seconds))
 
 
-async def _ask(pipe: Connection, address: ManagerAddress, rate: float, seconds: float) -> None:
-    rng, asked, asking = random.Random(1), Asked(), set[asyncio.Task[None]]()
+async def _ask(pipe: Connection, address: ManagerAddress, echo_target: str, rate: float, seconds: float) -> None:
+    rng, asked = random.Random(1), Asked()
+    async with grpc.aio.insecure_channel(echo_target) as channel:
+        echo: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/bench/Echo")
+
+        async def call(number: int, start_s: float) -> None:
+            await echo(bytes(200))
+            asked.echo_latencies_s.append(time.monotonic() - start_s)
+
+        await _at_rate(rng, rate, ECHO_S, call)
+    pipe.send(None)
     async with open_channel(address, None) as channel:
         stub = pb_grpc.CacheManagerServiceStub(channel)  # type: ignore[no-untyped-call]
 
-        async def admit(number: int, due_s: float) -> None:
+        async def admit(number: int, start_s: float) -> None:
             tenant = rng.choice(TENANTS).name
             runs = tuple(rng.getrandbits(64) for _ in range(16))
             lease_id = f"lease-{number}"
             request = AdmitRequest(lease_id, tenant, (LEASE_BLOCKS,), 1600, 10.0, prefix_runs=runs)
             message = admit_request_to_pb(request)
             answer = await stub.Admit(message, metadata=address.metadata)
-            if due_s >= begun_s:
-                asked.latencies_s.append(time.monotonic() - due_s)  # a late start counts
+            if start_s >= begun_s:
+                asked.latencies_s.append(time.monotonic() - start_s)
             asked.up_bytes += message.ByteSize()
             asked.down_bytes += answer.ByteSize()
             outcome = outcome_from_pb(lease_id, answer)
             if isinstance(outcome, str):
                 pipe.send((outcome, LeaseUse(lease_id, tenant, LEASE_BLOCKS)))
-            elif due_s >= begun_s:
+            elif start_s >= begun_s:
                 asked.refused += 1
 
         await asyncio.to_thread(pipe.recv)
-        due_s = time.monotonic()
-        begun_s = due_s + WARM_UP_S
-        number = 0
-        while due_s < begun_s + seconds:
-            due_s += rng.expovariate(rate)
-            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-            number += 1
-            task = asyncio.create_task(admit(number, due_s))
-            asking.add(task)
-            task.add_done_callback(asking.discard)
-        await asyncio.gather(*asking)
+        begun_s = time.monotonic() + WARM_UP_S
+        await _at_rate(rng, rate, WARM_UP_S + seconds, admit)
     pipe.send(asked)
+
+
+async def _at_rate(
+    rng: random.Random, rate: float, seconds: float, act: Callable[[int, float], Coroutine[None, None, None]]
+) -> None:
+    """Begin to act at a Poisson rate, with a number and when that was due; wait for all."""
+    tasks = set[asyncio.Task[None]]()
+    due_s = time.monotonic()
+    end_s = due_s + seconds
+    for number in itertools.count(1):
+        due_s += rng.expovariate(rate)
+        if due_s > end_s:
+            break
+        await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+        start_s = max(due_s, time.monotonic() - TIMER_S)  # a late start counts
+        task = asyncio.create_task(act(number, start_s))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    await asyncio.gather(*tasks)
 
 
 class Engine:
@@ -176,6 +217,7 @@ class Engine:
         self.facts = EngineFacts(name, 1, POOL_BLOCKS, 1000)
         self.leases: dict[str, LeaseUse] = {}
         self.writing = asyncio.Lock()  # a stream takes one message at a time
+        self.report_period_s = 1.0
         self._started: list[LeaseUse] = []
         self._ended: list[str] = []
 
@@ -251,14 +293,19 @@ class Cluster:
         await asyncio.gather(*tasks, return_exceptions=True)
         for channel in channels:
             await channel.close()
-        quantiles = statistics.quantiles(asked.latencies_s, n=100)
+        admit_ms, echo_ms = (
+            [1e3 * quantile for quantile in statistics.quantiles(latencies_s, n=100)]
+            for latencies_s in (asked.latencies_s, asked.echo_latencies_s)
+        )
         return Report(
             engines=len(self._engines),
             leases=sum(len(engine.leases) for engine in self._engines.values()),
             admissions=len(asked.latencies_s),
             refused=asked.refused,
-            admit_p50_ms=1e3 * quantiles[49],
-            admit_p99_ms=1e3 * quantiles[98],
+            admit_p50_ms=admit_ms[49],
+            admit_p99_ms=admit_ms[98],
+            echo_p50_ms=echo_ms[49],
+            echo_p99_ms=echo_ms[98],
             cpu_share=cpu_share,
             memory_mib=manager.memory_info().rss / 2**20,
             up_bytes_per_s=(self._up + asked.up_bytes) / elapsed_s,
@@ -273,10 +320,10 @@ class Cluster:
         engine.take_changes()
         reading = asyncio.create_task(self._read(engine, call))
         try:
-            due_s = time.monotonic() + self._rng.random() * REPORT_PERIOD_S
+            phase = self._rng.random()
             for number in itertools.count(1):
-                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-                due_s += REPORT_PERIOD_S  # whatever comes in between: a thousand machines do not fall into step
+                now_s = time.monotonic()
+                await asyncio.sleep(next_turn_s(now_s, engine.report_period_s, phase) - now_s)
                 before, report = report, engine.report()
                 await self._send(engine, call, Delta(number, report.since(before), engine.take_changes()))
         finally:
@@ -289,6 +336,7 @@ class Cluster:
         acknowledged = 0
         while isinstance(message := await call.read(), pb.CoordinateResponse):
             self._down += message.ByteSize()
+            engine.report_period_s = message.report_period_s
             if message.WhichOneof("message") == "send_snapshot":
                 raise AssertionError("the manager lost count")
             if message.HasField("directive") and message.directive.number > acknowledged:

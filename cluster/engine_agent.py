@@ -1,13 +1,14 @@
 """An engine's end of its stream with the cache manager: snapshot, then what changes; directives down.
 
-While the manager cannot be reached the engine goes on under the last directive. A new connection begins with a
-snapshot, so nothing that was lost in between matters.
+Reports come as often as the manager says (manager/pacing.py). While it cannot be reached the engine goes on under the
+last directive. A new connection begins with a snapshot, so nothing that was lost in between matters.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from dataclasses import replace
 
@@ -15,8 +16,8 @@ import grpc
 import grpc.aio
 
 from kvorum.cluster.cancelling import end_if_cancelled
+from kvorum.cluster.manager import pacing
 from kvorum.cluster.manager.channel import FindManager, ManagerAddress, ManagerLostError, open_channel
-from kvorum.cluster.manager.service import HEARTBEAT_S, SILENCE_S
 from kvorum.cluster.manager.tls import ControlTls
 from kvorum.cluster.manager.types import EngineFacts, LeaseChanges
 from kvorum.cluster.manager.wire import (
@@ -35,7 +36,7 @@ from kvorum.workers.governance import Directive, EngineReport
 
 logger = logging.getLogger(__name__)
 
-REPORT_PERIOD_S = 0.2
+LOOK_PERIOD_S = 0.2
 _RETRY_S = 0.1
 
 _Call = grpc.aio.StreamStreamCall[pb.CoordinateRequest, pb.CoordinateResponse]
@@ -50,12 +51,12 @@ class EngineAgent:
         find: FindManager,
         *,
         tls: ControlTls | None = None,
-        report_period_s: float = REPORT_PERIOD_S,
+        look_period_s: float = LOOK_PERIOD_S,
     ) -> None:
         self._engine = engine
         self._find = find
         self._tls = tls
-        self._report_period_s = report_period_s
+        self._look_period_s = look_period_s
         self._epoch = time.time_ns()
         # Directives are renumbered here: those of a manager that was started anew begin again at 1.
         self._num_directives = 0
@@ -80,7 +81,7 @@ class EngineAgent:
             self._epoch += 1
             connection = _Connection(self._engine, call, epoch=self._epoch, first_directive=self._num_directives + 1)
             try:
-                await connection.serve(report_period_s=self._report_period_s)
+                await connection.serve(look_period_s=self._look_period_s)
             finally:
                 self._num_directives = connection.num_directives
                 call.cancel()
@@ -95,18 +96,21 @@ class _Connection:
         self._epoch = epoch
         self._last: EngineReport | None = None
         self._number = 0
-        self._sent_s = 0.0
+        self._report_period_s = 0.0
+        self._phase = random.random()
+        self._next_report_s = self._sent_s = 0.0
         self._wants_snapshot = True
+        self._reclaim_blocks = 0
         self._unacknowledged: tuple[int, int] | None = None  # our number and the manager's
         self.num_directives = first_directive - 1
 
-    async def serve(self, *, report_period_s: float) -> None:
+    async def serve(self, *, look_period_s: float) -> None:
         """Send and receive until the connection breaks or falls silent; raises what it broke of."""
         receiving = asyncio.create_task(self._receive())
         try:
             while not receiving.done():
                 await self._send_news()
-                await asyncio.wait({receiving}, timeout=report_period_s)
+                await asyncio.wait({receiving}, timeout=look_period_s)
             await receiving
         finally:
             receiving.cancel()
@@ -114,14 +118,18 @@ class _Connection:
 
     async def _receive(self) -> None:
         while True:
-            async with asyncio.timeout(SILENCE_S):
+            async with asyncio.timeout(pacing.silence_s(self._report_period_s)):
                 message = await self._call.read()
             if not isinstance(message, pb.CoordinateResponse):  # grpc.aio.EOF
                 raise ManagerLostError("the cache manager ended the stream")
+            if message.report_period_s != self._report_period_s:
+                self._report_period_s = message.report_period_s
+                self._next_report_s = self._next_turn_s()
             match order_from_pb(message):
                 case Directive() as directive:
                     self.num_directives += 1
                     self._unacknowledged = self.num_directives, directive.number
+                    self._reclaim_blocks = directive.reclaim_blocks
                     self._engine.obey(replace(directive, number=self.num_directives))
                 case SnapshotOrder():
                     self._wants_snapshot = True
@@ -142,18 +150,25 @@ class _Connection:
             )
             await self._send(Snapshot(facts, self._last, engine.leases()))
         else:
-            report, changes = engine.report(), LeaseChanges(*engine.take_lease_changes())
-            is_silent = time.monotonic() - self._sent_s > HEARTBEAT_S
-            if report != self._last or changes != LeaseChanges() or is_silent:
-                news = report.since(self._last)
-                self._number, self._last = self._number + 1, report
-                await self._send(Delta(self._number, news, changes))
+            report, is_turn = engine.report(), time.monotonic() >= self._next_report_s
+            if is_turn:
+                self._next_report_s = self._next_turn_s()
+            if is_turn or any(pacing.is_pressed(each, self._reclaim_blocks) for each in (self._last, report)):
+                changes = LeaseChanges(*engine.take_lease_changes())
+                is_silent = time.monotonic() - self._sent_s > pacing.HEARTBEAT_S
+                if changes != LeaseChanges() or (is_turn and (is_silent or report != self._last)):
+                    news = report.since(self._last)
+                    self._number, self._last = self._number + 1, report
+                    await self._send(Delta(self._number, news, changes))
         if self._unacknowledged and engine.directive_done >= self._unacknowledged[0]:
             _, number = self._unacknowledged
             self._unacknowledged = None
             await self._send(Acknowledgement(number))
 
+    def _next_turn_s(self) -> float:
+        return pacing.next_turn_s(time.monotonic(), self._report_period_s, self._phase)
+
     async def _send(self, message: EngineMessage) -> None:
         self._sent_s = time.monotonic()
-        async with asyncio.timeout(SILENCE_S):
+        async with asyncio.timeout(pacing.silence_s(self._report_period_s)):
             await self._call.write(engine_message_to_pb(message))

@@ -45,7 +45,7 @@ from kvorum.workers.governance import Directive, EngineReport, LeaseUse
 
 # So many engines are told of new allowances at once, and unless these are in a request's way, from tick to tick: a
 # directive to each of a thousand, and the answers, take half a second. Orders to reclaim are not held up.
-_DIRECTIVES_AT_ONCE = 16
+_DIRECTIVES_AT_ONCE = 4
 
 
 class CacheManager:

@@ -25,6 +25,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from kvorum.cluster.manager import pacing
 from kvorum.cluster.manager.cache_manager import CacheManager
 from kvorum.cluster.manager.safe_shares import SafeShare, safe_shares
 from kvorum.cluster.manager.tls import ControlTls, server_credentials
@@ -48,11 +49,6 @@ from kvorum.protos.cache.v1 import cache_pb2_grpc as pb_grpc
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
-# An engine says something at least this often, and is answered nearly as often. Either end takes silence of the other
-# for its loss.
-HEARTBEAT_S = 1.0
-SILENCE_S = 3.0
-_HEARTBEAT = pb.CoordinateResponse(heartbeat=pb.Heartbeat())
 # A router that has not renewed for so long is gone.
 ROUTER_TIMEOUT_S = 10.0
 # For so long routers tell a manager that was just started what they hold, and go on without it: as long as one may take
@@ -97,10 +93,12 @@ class _EngineLink:
     epoch: int
     outbox: asyncio.Queue[pb.CoordinateResponse]
     said_s: float = -math.inf  # when it was last sent something
+    report_period_s: float = 0.0  # what it was told then
 
-    def say(self, message: pb.CoordinateResponse, now_s: float) -> None:
+    def say(self, message: pb.CoordinateResponse, now_s: float, *, report_period_s: float) -> None:
         """Send it something."""
-        self.said_s = now_s
+        self.said_s, self.report_period_s = now_s, report_period_s
+        message.report_period_s = report_period_s
         self.outbox.put_nowait(message)
 
 
@@ -223,7 +221,7 @@ class ManagerServer:
         self, messages: AsyncIterator[EngineMessage], outbox: asyncio.Queue[pb.CoordinateResponse]
     ) -> None:
         """Follow one engine's stream until it ends or falls silent."""
-        first = await _next(messages)
+        first = await _next(messages, 0.0)
         if not isinstance(first, Snapshot):
             return
         engine_id, epoch = first.facts.engine_id, first.facts.epoch
@@ -237,7 +235,7 @@ class ManagerServer:
             message: EngineMessage | None = first
             while message is not None and self._engines.get(engine_id) is link:
                 self._take(engine_id, link, message)
-                message = await _next(messages)
+                message = await _next(messages, link.report_period_s)
         finally:
             if self._engines.get(engine_id) is link:
                 del self._engines[engine_id]
@@ -253,13 +251,16 @@ class ManagerServer:
             case Delta(number, report, changes):
                 is_known = self.manager.take_report(engine_id, link.epoch, number, report, changes, now_s)
                 if not is_known:
-                    link.say(pb.CoordinateResponse(send_snapshot=pb.SnapshotOrder()), now_s)
+                    self._say(link, pb.CoordinateResponse(send_snapshot=pb.SnapshotOrder()), now_s)
             case Acknowledgement(number):
                 self.manager.acknowledge(engine_id, link.epoch, number)
         self._settle()
         # Engines speak by themselves, so nobody else has to look whom to answer, and when.
-        if now_s - link.said_s >= HEARTBEAT_S / 4:
-            link.say(_HEARTBEAT, now_s)
+        if now_s - link.said_s >= pacing.answer_period_s(link.report_period_s):
+            self._say(link, pb.CoordinateResponse(heartbeat=pb.Heartbeat()), now_s)
+
+    def _say(self, link: _EngineLink, message: pb.CoordinateResponse, now_s: float) -> None:
+        link.say(message, now_s, report_period_s=pacing.report_period_s(len(self._engines)))
 
     # Operators.
 
@@ -289,7 +290,7 @@ class ManagerServer:
         now_s = self._clock()
         for engine_id, directive in self.manager.take_directives(now_s).items():
             if link := self._engines.get(engine_id):
-                link.say(directive_to_pb(directive), now_s)
+                self._say(link, directive_to_pb(directive), now_s)
 
     def check_token(self, context: _Context) -> bool:
         """Say whether a caller brings the cluster's token."""
@@ -299,10 +300,10 @@ class ManagerServer:
         return hmac.compare_digest(text.encode(), f"Bearer {self.token}".encode())
 
 
-async def _next(messages: AsyncIterator[EngineMessage]) -> EngineMessage | None:
+async def _next(messages: AsyncIterator[EngineMessage], report_period_s: float) -> EngineMessage | None:
     """Return an engine's next message; None when it has ended its stream or is silent."""
     try:
-        async with asyncio.timeout(SILENCE_S):
+        async with asyncio.timeout(pacing.silence_s(report_period_s)):
             return await anext(messages, None)
     except TimeoutError:
         return None

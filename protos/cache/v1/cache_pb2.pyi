@@ -216,14 +216,16 @@ class LeaseUse(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., tenant: _Optional[str] = ..., reserved_blocks: _Optional[int] = ...) -> None: ...
 
 class CoordinateResponse(_message.Message):
-    __slots__ = ("directive", "send_snapshot", "heartbeat")
+    __slots__ = ("directive", "send_snapshot", "heartbeat", "report_period_s")
     DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
     SEND_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    REPORT_PERIOD_S_FIELD_NUMBER: _ClassVar[int]
     directive: Directive
     send_snapshot: SnapshotOrder
     heartbeat: Heartbeat
-    def __init__(self, directive: _Optional[_Union[Directive, _Mapping]] = ..., send_snapshot: _Optional[_Union[SnapshotOrder, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    report_period_s: float
+    def __init__(self, directive: _Optional[_Union[Directive, _Mapping]] = ..., send_snapshot: _Optional[_Union[SnapshotOrder, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., report_period_s: _Optional[float] = ...) -> None: ...
 
 class Directive(_message.Message):
     __slots__ = ("number", "allowances", "reclaim_blocks")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import pytest
 from kvorum.cluster import manager_link
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.generation import Delta, Ending
+from kvorum.cluster.manager import pacing
 from kvorum.cluster.manager.safe_shares import SafeShare
 from kvorum.cluster.manager.service import LEARN_S
 from kvorum.cluster.planning import GenerationRequest, Prompting
@@ -315,9 +317,8 @@ def _reserved(cluster: ManagedCluster) -> int:
 
 
 def test_an_idle_engine_stays_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("kvorum.cluster.manager.service", "kvorum.cluster.engine_agent"):
-        monkeypatch.setattr(f"{module}.SILENCE_S", 0.8)
-        monkeypatch.setattr(f"{module}.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(pacing, "SILENCE_S", 0.8)
+    monkeypatch.setattr(pacing, "HEARTBEAT_S", 0.1)
 
     async def scenario(cluster: ManagedCluster) -> None:
         (engine,) = cluster.manager.manager._ledger.engines.values()
@@ -330,11 +331,42 @@ def test_an_idle_engine_stays_connected(monkeypatch: pytest.MonkeyPatch) -> None
     run(scenario)
 
 
+def test_where_engines_are_many_each_reports_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "REPORTS_PER_S", 1.0)
+
+    async def scenario(cluster: ManagedCluster) -> None:
+        (engine,) = cluster.manager.manager._ledger.engines.values()
+        await eventually(lambda: engine.num_deltas > 0)
+        before, began_s = engine.num_deltas, time.monotonic()
+        for number in range(8):
+            await answer(cluster, plan(cluster, f"r{number}"))
+        assert engine.num_deltas - before <= time.monotonic() - began_s + 1
+
+    run(scenario)
+
+
+def test_an_engine_that_is_almost_full_tells_of_its_leases_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "REPORTS_PER_S", 0.01)  # its next turn is in a hundred seconds
+    monkeypatch.setattr(pacing, "answer_period_s", lambda period_s: 0.05)
+
+    async def scenario(cluster: ManagedCluster) -> None:
+        (engine,) = cluster.manager.manager._ledger.engines.values()
+        sizes = {"a": 400, "b": 100, "c": 400}
+        running = [await started(cluster, plan(cluster, name, max_tokens=size)) for name, size in sizes.items()]
+        await eventually(lambda: [lease.used_blocks for lease in engine.leases.values()] == [26, 7, 26])
+        waiting = asyncio.create_task(answer(cluster, plan(cluster, "d", max_tokens=400)))
+        await eventually(lambda: cluster.manager.tenant(DEFAULT_TENANT).num_waiting == 1)
+        await waiting
+        await asyncio.gather(*running)
+        monkeypatch.setattr(pacing, "REPORTS_PER_S", 250)
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("cut", ["up", "down", "both", "broken"])
 def test_an_engine_that_is_cut_off_comes_back_with_all_it_runs(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("kvorum.cluster.manager.service", "kvorum.cluster.engine_agent"):
-        monkeypatch.setattr(f"{module}.SILENCE_S", 0.2)
-        monkeypatch.setattr(f"{module}.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(pacing, "SILENCE_S", 0.2)
+    monkeypatch.setattr(pacing, "HEARTBEAT_S", 0.05)
 
     async def scenario(cluster: ManagedCluster) -> None:
         running = await started(cluster, plan(cluster, "running", max_tokens=400))

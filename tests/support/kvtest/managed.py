@@ -205,7 +205,7 @@ async def managed_cluster(
     for engine_id, info in infos.items():
         host = await EngineHost.start(replace(info, engine_id=engine_id), step_delay_s=step_delay_s)
         wire = Wire(it.manager, is_relayed=relays_engines)
-        agent = asyncio.create_task(EngineAgent(host.engine, wire.find, tls=tls, report_period_s=0.02).run())
+        agent = asyncio.create_task(EngineAgent(host.engine, wire.find, tls=tls, look_period_s=0.02).run())
         it.engines[engine_id] = GovernedEngine(host, wire, agent)
 
     async def discover() -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import time
 from collections.abc import Callable
 
@@ -13,18 +12,12 @@ _LONGEST_COUNTED_S = 0.5
 
 
 async def eventually(condition: Callable[[], bool], *, timeout_s: float = 15.0) -> None:
-    """Return once condition() holds; fail with all tasks' stacks when it does not within timeout_s."""
+    """Return once condition() holds; fail, naming all tasks, when it does not within timeout_s."""
     waited_s, before = 0.0, time.monotonic()
     while not condition():
         if waited_s > timeout_s:
-            raise TimeoutError(f"not true after {timeout_s} s, in which there were these tasks:\n{_stacks()}")
+            tasks = "\n".join(map(repr, asyncio.all_tasks()))
+            raise TimeoutError(f"not true after {timeout_s} s, in which these were running:\n{tasks}")
         await asyncio.sleep(_NAP_S)
         now = time.monotonic()
         waited_s, before = waited_s + min(now - before, _LONGEST_COUNTED_S), now
-
-
-def _stacks() -> str:
-    text = io.StringIO()
-    for task in asyncio.all_tasks():
-        task.print_stack(file=text)
-    return text.getvalue()
