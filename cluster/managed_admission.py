@@ -1,19 +1,22 @@
 """Admission by the cluster's cache manager; without it, by this router alone and inside safe bounds.
 
 While the manager cannot be reached a router admits by its engines' own free blocks, inside the share that each tenant
-last had; what does not fit waits. The manager's return reconciles: it hears of the leases with the next beat. A router
-that was never told of shares knows no bounds; it waits for a manager that is there but still learns what runs.
+last had; what does not fit waits, and what comes too often is refused. The manager's return reconciles: it hears of the
+leases with the next beat. A router that was never told of shares knows no bounds; it waits for a manager that is there
+but still learns what runs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from kvorum.cluster.admission import RETRY_AFTER_S, Demand, Lease, LocalAdmission, check_fits
 from kvorum.cluster.engine_status import EngineStatus
 from kvorum.cluster.manager.channel import FindManager, ManagerLostError
+from kvorum.cluster.manager.meters import TokenBucket
 from kvorum.cluster.manager.safe_shares import SafeShare
 from kvorum.cluster.manager.tls import ControlTls
 from kvorum.cluster.manager.types import AdmitRequest, LeaseRecord, Refusal, Refused
@@ -131,8 +134,11 @@ class ManagedAdmission:
         """Return a lease inside the tenant's safe share; None when it does not fit now, or shares are on their way."""
         if self.link.is_learning and not self.link.shares:
             return None
+        share = self.link.shares.get(demand.tenant)
         try:
-            return self._safe.decide_within(demand, engines, lease_id, self.link.shares.get(demand.tenant))
+            return self._safe.decide_within(demand, engines, lease_id, share, now_s=time.monotonic())
+        except RateLimitError:
+            raise
         except CapacityError:
             return None
 
@@ -143,6 +149,7 @@ class _SafeMode(LocalAdmission):
     def __init__(self, engines: Callable[[], Mapping[str, EngineStatus]]) -> None:
         super().__init__(engines)
         self._tenants: dict[str, str] = {}
+        self._buckets: dict[str, TokenBucket] = {}
 
     def note(self, lease: Lease, tenant: str) -> None:
         """Take in a lease, whoever granted it."""
@@ -154,11 +161,18 @@ class _SafeMode(LocalAdmission):
         self._tenants.pop(lease_id, None)
 
     def decide_within(
-        self, demand: Demand, engines: Mapping[str, EngineStatus], lease_id: str, share: SafeShare | None
+        self,
+        demand: Demand,
+        engines: Mapping[str, EngineStatus],
+        lease_id: str,
+        share: SafeShare | None,
+        *,
+        now_s: float,
     ) -> Lease:
         """Grant a lease on an engine that has room; raise CapacityError where there is none, or no more of the share.
 
-        share: None for a tenant that the manager never spoke of, which has as much as there is.
+        Raises RateLimitError for a tenant that sends more than its share. share: None for a tenant that the manager
+        never spoke of, which has as much as there is.
         """
         own = [self._leases[key] for key, tenant in self._tenants.items() if tenant == demand.tenant]
         if share and share.max_running is not None and len(own) >= share.max_running:
@@ -171,7 +185,17 @@ class _SafeMode(LocalAdmission):
                 roomy[engine_id] = status
         if not roomy:
             raise CapacityError("no engine has room", retry_after_s=RETRY_AFTER_S)
+        if share and share.max_requests_per_minute is not None:
+            self._take_token(demand.tenant, share.max_requests_per_minute, now_s)
         return self.grant(demand, roomy, lease_id)
+
+    def _take_token(self, tenant: str, per_minute: int, now_s: float) -> None:
+        bucket = self._buckets.get(tenant)
+        if bucket is None or bucket.per_minute != per_minute:
+            bucket = self._buckets[tenant] = TokenBucket.full(per_minute, now_s)
+        if wait_s := bucket.take(now_s):
+            message = f"tenant {tenant!r} may send {per_minute} requests a minute here while there is no cache manager"
+            raise RateLimitError(message, retry_after_s=wait_s)
 
     def _free_blocks(self, status: EngineStatus) -> int:
         leases = (lease for lease in self._leases.values() if lease.engine_id == status.info.engine_id)

@@ -21,7 +21,13 @@ from kvorum.cluster.manager.safe_shares import SafeShare
 from kvorum.cluster.manager.tls import ControlTls
 from kvorum.cluster.manager.types import AdmitRequest, ClusterView, LeaseRecord, Refused
 from kvorum.cluster.manager.watching import ViewChange, apply
-from kvorum.cluster.manager.wire import admit_request_to_pb, change_from_pb, outcome_from_pb, record_to_pb
+from kvorum.cluster.manager.wire import (
+    admit_request_to_pb,
+    change_from_pb,
+    outcome_from_pb,
+    record_to_pb,
+    share_from_pb,
+)
 from kvorum.protos.cache.v1 import cache_pb2 as pb
 from kvorum.protos.cache.v1 import cache_pb2_grpc as pb_grpc
 
@@ -174,10 +180,7 @@ class ManagerLink:
         with self._timed("Renew"):
             response = await stub.Renew(request, timeout=BEAT_TIMEOUT_S, metadata=self._metadata())
         if response.shares:  # a manager that was just started has none yet: the last ones hold
-            self.shares = {
-                name: SafeShare(share.blocks, share.max_running if share.HasField("max_running") else None)
-                for name, share in response.shares.items()
-            }
+            self.shares = {name: share_from_pb(share) for name, share in response.shares.items()}
         self.is_learning = response.is_learning
         return self.is_learning
 

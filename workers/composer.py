@@ -2,8 +2,9 @@
 
 A step is one batch under one token budget. Decodes come first, one token each, then prefill chunks, those of running
 sequences before new ones of the same priority, each group in (priority, arrival) order. A chunk that does not end its
-prompt ends at a multiple of the block size. Prompts of a lower priority than a decode get but a part of the budget, so
-that the step, and with it the time to that one's next token, stays short.
+prompt ends at a multiple of the block size. Beside sequences of a higher priority, and for a while after the last of
+them, prompts get but a part of the budget: so the step stays short, and with it the time to those ones' next token, and
+to the first token of one that comes while the step runs.
 
 When blocks are missing, elastic sequences are shrunk first (reclaim.py), before anything is computed in the step: for
 what running sequences need next, and for the first one that waits. If a running sequence still finds no block, the last
@@ -28,8 +29,9 @@ from kvorum.workers.request import EventKind
 from kvorum.workers.sequence import Sequence
 from kvorum.workers.step_builder import StepBuilder, chunk_row, decode_row
 
-# Of a step's budget, for all prompts of lower priority than a decode together.
+# Of a step's budget, for all prompts together of a lower priority than a sequence that is here, or was so lately.
 _BACKGROUND_PART = 4
+_URGENT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +61,13 @@ class Composer:
         self._reclaimer = reclaimer
         self._waiting, self._running = queues.waiting, queues.running
         self._now_s = 0.0
+        self._last_seen_s: dict[int, float] = {}  # by priority
         self.num_preemptions = 0
 
     def compose(self, now_s: float) -> StepPlan | None:
         """Decide the next step; None when there is nothing to do."""
         self._now_s = now_s
-        step = StepBuilder(self._limits.max_num_batched_tokens)
+        step = StepBuilder(self._limits.max_num_batched_tokens, urgent=self._highest_priority())
         self._waiting.sort(key=lambda sequence: sequence.order)
         self._reclaimer.begin_step(self._running, now_s=now_s)
         self._make_room(step)
@@ -73,7 +76,6 @@ class Composer:
         for sequence in running:
             if sequence in self._running and sequence.prompt_done:
                 self._schedule_decode(sequence, step)
-        step.decoding = min((each.request.priority for each in self._running if step.holds(each)), default=None)
         for sequence in running:
             if sequence in self._running and not sequence.prompt_done:
                 self._admit(step, before=sequence.request.priority)
@@ -83,6 +85,14 @@ class Composer:
         if not ops and not step.rows:
             return None
         return StepPlan(ops, tuple(step.rows))
+
+    def _highest_priority(self) -> int | None:
+        """Return the highest priority of all sequences that are here, or were in the last seconds."""
+        for sequence in (*self._waiting, *self._running):
+            self._last_seen_s[sequence.request.priority] = self._now_s
+        since_s = self._now_s - _URGENT_S
+        self._last_seen_s = {priority: seen_s for priority, seen_s in self._last_seen_s.items() if seen_s > since_s}
+        return min(self._last_seen_s, default=None)
 
     def _rank(self, sequence: Sequence) -> tuple[bool, tuple[int, float, int]]:
         """Return a sort key: who gets blocks first, and keeps them longest."""
@@ -164,8 +174,8 @@ class Composer:
         self._add_chunk(sequence, kv, chunk, step)
 
     def _tokens_for(self, sequence: Sequence, step: StepBuilder) -> int:
-        """Return how many tokens of a prompt a step may compute: few beside a decode of higher priority."""
-        if step.decoding is None or sequence.request.priority <= step.decoding:
+        """Return how many tokens of a prompt a step may compute: few where there are higher priorities."""
+        if step.urgent is None or sequence.request.priority <= step.urgent:
             return step.tokens_left
         part = max(self._store.block_size, self._limits.max_num_batched_tokens // _BACKGROUND_PART)
         return max(0, min(step.tokens_left, part - step.background_tokens))
@@ -184,7 +194,7 @@ class Composer:
         self._store.wrote(kv, chunk)
         sequence.evicted_in_prefill |= kv.evicted_in_prefill
         step.add(chunk_row(sequence, kv, start=start, num_slots=num_slots))
-        if step.decoding is not None and sequence.request.priority > step.decoding:
+        if step.urgent is not None and sequence.request.priority > step.urgent:
             step.background_tokens += chunk
 
     def _admit(self, step: StepBuilder, *, before: int | None = None) -> None:

@@ -13,15 +13,15 @@ class StepBuilder:
     """Collects rows under a budget of tokens.
 
     is_short: a running sequence lacked blocks, so nobody is admitted. shares: blocks that an elastic newcomer is due.
-    decoding: the highest priority of a decode. background_tokens: of prompts of a lower one.
+    urgent: the highest priority that steps stay short for. background_tokens: of prompts of a lower one.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, *, urgent: int | None = None) -> None:
         self.rows: list[RowPlan] = []
         self.tokens_left = max_tokens
         self.is_short = False
         self.shares: dict[SeqId, int] = {}
-        self.decoding: int | None = None
+        self.urgent = urgent
         self.background_tokens = 0
         self._seq_ids: set[SeqId] = set()
 

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 from kvorum.cluster.manager.types import ClusterView, TenantLimits
 
+_NO_LIMITS = TenantLimits("")
+
 
 @dataclass(frozen=True, slots=True)
 class SafeShare:
-    """Blocks that a tenant's leases of one router may reserve, and how many of its requests may run there."""
+    """What a tenant may have of one router: blocks that its leases reserve, requests that run, and come in a minute."""
 
     blocks: int
-    max_running: int | None
+    max_running: int | None = None
+    max_requests_per_minute: int | None = None
 
 
 def safe_shares(view: ClusterView, tenants: Mapping[str, TenantLimits], *, num_routers: int) -> dict[str, SafeShare]:
@@ -32,8 +35,14 @@ def safe_shares(view: ClusterView, tenants: Mapping[str, TenantLimits], *, num_r
         most = total - (floors - tenant.floor_blocks)
         if tenant.ceiling_blocks is not None:
             most = min(most, tenant.ceiling_blocks)
-        limits = tenants.get(tenant.tenant)
-        max_running = limits.max_running if limits else None
-        running = None if max_running is None else max(1, max_running // routers)
-        shares[tenant.tenant] = SafeShare(max(0, most) // routers, running)
+        limits = tenants.get(tenant.tenant, _NO_LIMITS)
+        shares[tenant.tenant] = SafeShare(
+            max(0, most) // routers,
+            max_running=_part(limits.max_running, routers),
+            max_requests_per_minute=_part(limits.max_requests_per_minute, routers),
+        )
     return shares
+
+
+def _part(limit: int | None, num_routers: int) -> int | None:
+    return None if limit is None else max(1, limit // num_routers)

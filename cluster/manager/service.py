@@ -42,6 +42,7 @@ from kvorum.cluster.manager.wire import (
     engine_message_from_pb,
     outcome_to_pb,
     record_from_pb,
+    share_to_pb,
 )
 from kvorum.protos.cache.v1 import cache_pb2 as pb
 from kvorum.protos.cache.v1 import cache_pb2_grpc as pb_grpc
@@ -52,8 +53,10 @@ TICK_S = 0.05
 # A router that has not renewed for so long is gone.
 ROUTER_TIMEOUT_S = 10.0
 # For so long routers tell a manager that was just started what they hold, and go on without it: as long as one may take
-# to notice that the last one is gone.
+# to notice that the last one is gone. The same goes for one that stood still for so long that a router may have gone on
+# without it.
 LEARN_S = 2.0
+STALL_S = 0.9
 WATCH_PERIOD_S = 0.5
 SHARES_PERIOD_S = 0.5
 
@@ -105,7 +108,7 @@ class _EngineLink:
 class ManagerServer:
     """Serves one CacheManager until stopped.
 
-    token: what every caller must bring. learn_s: for how long from its start it grants nothing.
+    token: what every caller must bring. learn_s: for how long from its start, or after a standstill, it grants nothing.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class ManagerServer:
         self._tls = tls
         self._clock = clock
         self._learn_s = learn_s
-        self._knows_s = math.inf
+        self._knows_s = self._ticked_s = math.inf
         self._waiting: dict[str, _Line] = {}
         self._engines: dict[str, _EngineLink] = {}
         self._routers: dict[str, float] = {}
@@ -140,7 +143,8 @@ class ManagerServer:
         bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
         await server.start()
         self._server = server
-        self._knows_s = self._clock() + self._learn_s
+        self._ticked_s = self._clock()
+        self._knows_s = self._ticked_s + self._learn_s
         self._ticking = asyncio.create_task(self._tick())
         return bound
 
@@ -160,8 +164,9 @@ class ManagerServer:
 
     @property
     def is_learning(self) -> bool:
-        """Whether it was just started, and may not have been told yet what all routers hold."""
-        return self._clock() < self._knows_s
+        """Whether it was just started, or stood still, and may not have been told yet what all routers hold."""
+        now_s = self._clock()
+        return now_s < self._knows_s or now_s - self._ticked_s > STALL_S
 
     async def admit(self, message: pb.AdmitRequest) -> pb.AdmitResponse:
         """Decide, waiting if need be; a caller that is cancelled leaves the line."""
@@ -194,12 +199,7 @@ class ManagerServer:
         self._settle()
         if self.is_learning:
             return pb.RenewResponse(is_learning=True)
-        return pb.RenewResponse(
-            shares={
-                name: pb.SafeShare(blocks=share.blocks, max_running=share.max_running)
-                for name, share in self._safe_shares(now_s).items()
-            }
-        )
+        return pb.RenewResponse(shares={name: share_to_pb(share) for name, share in self._safe_shares(now_s).items()})
 
     def _safe_shares(self, now_s: float) -> Mapping[str, SafeShare]:
         """Return what each router may do alone; worked out once a period, however many routers ask."""
@@ -279,7 +279,11 @@ class ManagerServer:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.manager.tick(self._clock())
+            now_s = self._clock()
+            if now_s - self._ticked_s > STALL_S:
+                self._knows_s = now_s + self._learn_s
+            self._ticked_s = now_s
+            self.manager.tick(now_s)
             self._settle()
 
     def _settle(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from kvorum.cluster.manager.safe_shares import SafeShare
 from kvorum.cluster.manager.types import (
     AdmitRequest,
     EngineFacts,
@@ -125,6 +126,24 @@ def record_to_pb(record: LeaseRecord) -> pb.LeaseRecord:
 def record_from_pb(message: pb.LeaseRecord) -> LeaseRecord:
     """Read a LeaseRecord."""
     return LeaseRecord(message.lease_id, message.tenant, message.engine_id, tuple(message.sequence_blocks))
+
+
+def share_to_pb(share: SafeShare) -> pb.SafeShare:
+    """Write a SafeShare."""
+    return pb.SafeShare(
+        blocks=share.blocks, max_running=share.max_running, max_requests_per_minute=share.max_requests_per_minute
+    )
+
+
+def share_from_pb(message: pb.SafeShare) -> SafeShare:
+    """Read a SafeShare."""
+    return SafeShare(
+        message.blocks,
+        max_running=message.max_running if message.HasField("max_running") else None,
+        max_requests_per_minute=(
+            message.max_requests_per_minute if message.HasField("max_requests_per_minute") else None
+        ),
+    )
 
 
 # Engines.

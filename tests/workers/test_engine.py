@@ -714,14 +714,14 @@ class TestOrder:
                 return [[row.seq_id for row in plan.rows] for plan in rig.steps.plans]
 
         long, equal, urgent = 0, 1, 2
-        assert in_loop(test) == [[long], [long], [urgent], [long], [long], [long], [equal]]
+        assert in_loop(test) == [[long], [long], [urgent], *[[long]] * 6, [equal], [equal]]
 
-    def test_prompts_of_lower_priority_get_a_quarter_of_a_step_beside_a_decode(self) -> None:
+    def test_prompts_of_lower_priority_get_a_quarter_of_a_step_as_long_as_somebody_else_may_come(self) -> None:
         async def test() -> list[dict[int, int]]:
             async with running(max_num_batched_tokens=32) as rig:
                 rig.session.submit(replace(ask("answers", [1, 2], max_tokens=6), priority=-1))
                 await rig.steps_taken(2)
-                rig.session.submit(ask("later", range(40), max_tokens=1))
+                rig.session.submit(ask("later", range(120), max_tokens=1))
                 rig.session.submit(replace(ask("equal", range(100, 124), max_tokens=1), priority=-1))
                 await ended(rig.session, "answers", "later", "equal", engine=rig.engine)
                 return [{row.seq_id: row.step.num_tokens for row in plan.rows} for plan in rig.steps.plans]
@@ -734,7 +734,8 @@ class TestOrder:
             {answers: 1, later: 8},
             {answers: 1, later: 8},
             {answers: 1, later: 8},
-            {later: 12},
+            *[{later: 8}] * 9,
+            {later: 20},
         ]
 
     def test_no_step_has_more_sequences_than_allowed(self) -> None:

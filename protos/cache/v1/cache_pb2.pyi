@@ -106,12 +106,14 @@ class RenewResponse(_message.Message):
     def __init__(self, shares: _Optional[_Mapping[str, SafeShare]] = ..., is_learning: _Optional[bool] = ...) -> None: ...
 
 class SafeShare(_message.Message):
-    __slots__ = ("blocks", "max_running")
+    __slots__ = ("blocks", "max_running", "max_requests_per_minute")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUESTS_PER_MINUTE_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     max_running: int
-    def __init__(self, blocks: _Optional[int] = ..., max_running: _Optional[int] = ...) -> None: ...
+    max_requests_per_minute: int
+    def __init__(self, blocks: _Optional[int] = ..., max_running: _Optional[int] = ..., max_requests_per_minute: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("lease_ids",)

@@ -15,9 +15,11 @@ import pytest
 
 from kvorum.cluster.certs_command import run as run_certs
 from kvorum.cluster.config import ClusterConfig
+from kvorum.cluster.manager.cache_manager import CacheManager
 from kvorum.cluster.manager.channel import ManagerAddress, ManagerLostError, open_channel
+from kvorum.cluster.manager.service import LEARN_S, STALL_S, ManagerServer
 from kvorum.cluster.manager.tls import read_tls
-from kvorum.cluster.manager.types import AdmitRequest, Refused
+from kvorum.cluster.manager.types import AdmitRequest, Refused, TenantLimits
 from kvorum.cluster.manager.watching import ViewChange
 from kvorum.cluster.manager.wire import admit_request_to_pb
 from kvorum.cluster.manager_link import ManagerLink
@@ -73,6 +75,30 @@ def test_a_manager_that_learns_what_runs_grants_nothing() -> None:
             assert (await stub.Renew(pb.RenewRequest(router_id="x"), metadata=address.metadata)).is_learning
 
     run(scenario)
+
+
+def test_a_manager_that_stood_still_learns_anew() -> None:
+    async def main() -> None:
+        now_s = [100.0]
+        manager = CacheManager([TenantLimits(DEFAULT_TENANT)], lease_s=30.0, engine_grace_s=1.0)
+        server = ManagerServer(manager, token="t", learn_s=LEARN_S, clock=lambda: now_s[0])
+        await server.start("127.0.0.1")
+        known = [server.is_learning]
+
+        async def after(seconds: float) -> None:
+            now_s[0] += seconds
+            known.append(server.is_learning)
+            await eventually(lambda: server._ticked_s == now_s[0])
+            known.append(server.is_learning)
+
+        await after(LEARN_S)  # a jump of the clock is what it sees of a standstill
+        for _ in range(4):
+            await after(LEARN_S / 4)
+        await after(STALL_S / 2)
+        assert known == [True] * 9 + [False] * 4
+        await server.stop()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),), (("authorization", "Bearer "),)])

@@ -14,7 +14,7 @@ from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.generation import Delta, Ending
 from kvorum.cluster.manager import pacing
 from kvorum.cluster.manager.safe_shares import SafeShare
-from kvorum.cluster.manager.service import LEARN_S
+from kvorum.cluster.manager.service import LEARN_S, STALL_S
 from kvorum.cluster.planning import GenerationRequest, Prompting
 from kvorum.cluster.sampling_fields import SamplingFields
 from kvorum.cluster.tenants import DEFAULT_TENANT, Tenant, TenantTable, hash_key
@@ -256,7 +256,7 @@ def test_who_waits_when_the_manager_dies_is_served_all_the_same() -> None:
 
 def test_a_router_alone_stays_inside_the_tenants_share() -> None:
     async def scenario(cluster: ManagedCluster) -> None:
-        share = SafeShare(blocks=10, max_running=None)
+        share = SafeShare(blocks=10)
         await eventually(lambda: cluster.frontend._managed.link.shares.get("acme") == share)  # type: ignore[union-attr]
         await cluster.manager.kill()
         first = await started(cluster, plan(cluster, "first", tenant="acme"))
@@ -267,6 +267,23 @@ def test_a_router_alone_stays_inside_the_tenants_share() -> None:
         await cluster.manager.start()
 
     run(scenario, config=tenants(acme=Tenant(ceiling=10)))
+
+
+def test_a_router_alone_takes_no_more_requests_a_minute_than_its_share() -> None:
+    async def scenario(cluster: ManagedCluster) -> None:
+        link = cluster.frontend._managed and cluster.frontend._managed.link
+        assert link
+        await eventually(lambda: "acme" in link.shares)
+        await cluster.manager.kill()
+        for number in range(2):
+            await answer(cluster, plan(cluster, f"r{number}", tenant="acme"))
+        with pytest.raises(RateLimitError) as refused:
+            await answer(cluster, plan(cluster, "r2", tenant="acme"))
+        assert 20 < refused.value.retry_after_s <= 30
+        await cluster.manager.start()
+        await eventually(lambda: link.is_up)
+
+    run(scenario, config=tenants(acme=Tenant(max_requests_per_minute=2)))
 
 
 def test_a_manager_that_was_just_started_is_told_what_runs_before_it_is_asked_anything() -> None:
@@ -310,6 +327,7 @@ def test_a_router_that_knows_no_bounds_waits_for_a_manager_that_learns() -> None
 
 def test_every_router_has_noticed_that_a_manager_is_gone_when_the_next_one_stops_learning() -> None:
     assert manager_link.BEAT_S + manager_link.BEAT_TIMEOUT_S + manager_link._RETRY_S < LEARN_S
+    assert STALL_S < manager_link.BEAT_TIMEOUT_S
 
 
 def _reserved(cluster: ManagedCluster) -> int:

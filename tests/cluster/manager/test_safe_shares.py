@@ -18,7 +18,10 @@ def view(*, engine_blocks: int, floor: int = 0, ceiling: int | None = None) -> C
     return ClusterView(engines, tenants)
 
 
-LIMITS = {"floored": TenantLimits("floored"), "capped": TenantLimits("capped", max_running=3)}
+LIMITS = {
+    "floored": TenantLimits("floored"),
+    "capped": TenantLimits("capped", max_running=3, max_requests_per_minute=4),
+}
 
 
 @given(st.integers(1, 200), st.integers(0, 100), st.none() | st.integers(0, 300), st.integers(1, 5))
@@ -30,7 +33,8 @@ def test_no_ceiling_is_exceeded_and_no_floor_touched(
     assert routers * shares["capped"].blocks <= min(blocks - floor, blocks if ceiling is None else ceiling)
     assert routers * shares["floored"].blocks <= blocks
     assert shares["capped"].max_running == max(1, 3 // routers)
-    assert shares["floored"].max_running is None
+    assert shares["capped"].max_requests_per_minute == max(1, 4 // routers)
+    assert (shares["floored"].max_running, shares["floored"].max_requests_per_minute) == (None, None)
 
 
 def test_without_an_engine_there_is_nothing_to_share() -> None:
