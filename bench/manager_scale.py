@@ -203,7 +203,7 @@ async def _at_rate(
         if due_s > end_s:
             break
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-        start_s = max(due_s, time.monotonic() - TIMER_S)  # a late start counts
+        start_s = min(due_s + TIMER_S, time.monotonic())  # a later start counts
         task = asyncio.create_task(act(number, start_s))
         tasks.add(task)
         task.add_done_callback(tasks.discard)

@@ -91,8 +91,8 @@ class Admission(Protocol):
         """
         ...
 
-    async def release(self, lease_id: str) -> None:
-        """Give a lease back; nothing happens when there is none."""
+    async def release(self, lease_id: str, *, has_ended: bool) -> None:
+        """Give a lease back; nothing happens when there is none. has_ended: every sequence of it was seen to end."""
 
 
 class LocalAdmission:
@@ -132,7 +132,7 @@ class LocalAdmission:
         self._leases[lease_id] = lease
         return lease
 
-    async def release(self, lease_id: str) -> None:
+    async def release(self, lease_id: str, *, has_ended: bool) -> None:
         """Give a lease back; see Admission."""
         self._leases.pop(lease_id, None)
 

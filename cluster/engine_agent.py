@@ -114,7 +114,7 @@ class _Connection:
             await receiving
         finally:
             receiving.cancel()
-            await asyncio.wait({receiving})
+            await asyncio.gather(receiving, return_exceptions=True)
 
     async def _receive(self) -> None:
         while True:
@@ -124,7 +124,7 @@ class _Connection:
                 raise ManagerLostError("the cache manager ended the stream")
             if message.report_period_s != self._report_period_s:
                 self._report_period_s = message.report_period_s
-                self._next_report_s = self._next_turn_s()
+                self._next_report_s = min(self._next_report_s, self._next_turn_s())
             match order_from_pb(message):
                 case Directive() as directive:
                     self.num_directives += 1
@@ -150,13 +150,18 @@ class _Connection:
             )
             await self._send(Snapshot(facts, self._last, engine.leases()))
         else:
-            report, is_turn = engine.report(), time.monotonic() >= self._next_report_s
+            report, now_s = engine.report(), time.monotonic()
+            is_turn = now_s >= self._next_report_s
             if is_turn:
                 self._next_report_s = self._next_turn_s()
-            if is_turn or any(pacing.is_pressed(each, self._reclaim_blocks) for each in (self._last, report)):
+            is_silent = now_s - self._sent_s > pacing.speak_period_s(self._report_period_s)
+            if (
+                is_turn
+                or is_silent
+                or any(pacing.is_pressed(each, self._reclaim_blocks) for each in (self._last, report))
+            ):
                 changes = LeaseChanges(*engine.take_lease_changes())
-                is_silent = time.monotonic() - self._sent_s > pacing.HEARTBEAT_S
-                if changes != LeaseChanges() or (is_turn and (is_silent or report != self._last)):
+                if changes != LeaseChanges() or is_silent or (is_turn and report != self._last):
                     news = report.since(self._last)
                     self._number, self._last = self._number + 1, report
                     await self._send(Delta(self._number, news, changes))

@@ -53,6 +53,7 @@ class RequestStream:
     def __init__(self, client: EngineClient, request_ids: Iterable[RequestId]) -> None:
         self._client = client
         self._open = set(request_ids)
+        self._is_lost = False
         self._arrived: asyncio.Queue[RequestOutput | KvorumError] = asyncio.Queue()
 
     async def next(self) -> RequestOutput:
@@ -71,6 +72,11 @@ class RequestStream:
         for request_id in self._open:
             self._client.send(Abort(request_id))
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine said of every sequence that it is over."""
+        return not self._open and not self._is_lost
+
     def close(self) -> None:
         """Stop listening; abort the sequences that are not over."""
         self.abort()
@@ -82,6 +88,7 @@ class RequestStream:
         """Hand on what arrived; for the client only."""
         if is_last(item):
             self._open.discard(request_id)
+        self._is_lost |= isinstance(item, EngineLostError)
         self._arrived.put_nowait(item)
 
 

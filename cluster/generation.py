@@ -274,12 +274,13 @@ class _Run:
 
     async def close(self) -> None:
         """Let go of engine and lease."""
+        has_ended = self._stream is not None and self._stream.has_ended
         if self._stream:
             self._stream.close()
             self._stream = None
         if self._lease:
             lease, self._lease = self._lease, None
-            await self._generator.admission.release(lease.lease_id)
+            await self._generator.admission.release(lease.lease_id, has_ended=has_ended)
 
     async def _next(self) -> RequestOutput:
         assert self._stream, "a run that goes on has an engine"

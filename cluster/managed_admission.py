@@ -1,9 +1,9 @@
 """Admission by the cluster's cache manager; without it, by this router alone and inside safe bounds.
 
 While the manager cannot be reached a router admits by its engines' own free blocks, inside the share that each tenant
-last had; what does not fit waits, and what comes too often is refused. The manager's return reconciles: it hears of the
-leases with the next beat. A router that was never told of shares knows no bounds; it waits for a manager that is there
-but still learns what runs.
+last had; what does not fit, or comes too often, waits. The manager's return reconciles: it hears of the leases with the
+next beat. A router that was never told of shares knows no bounds; it waits for a manager that is there but still learns
+what runs.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class ManagedAdmission:
         except TimeoutError:
             raise DeadlineError(f"no room was found within {demand.max_wait_s:g} s") from None
 
-    async def release(self, lease_id: str) -> None:
+    async def release(self, lease_id: str, *, has_ended: bool) -> None:
         """Give a lease back; see Admission."""
         if self._records.pop(lease_id, None):
-            await self._safe.release(lease_id)
-            self.link.release(lease_id)
+            await self._safe.release(lease_id, has_ended=has_ended)
+            self.link.release(lease_id, has_ended=has_ended)
 
     async def _admit(self, demand: Demand) -> Lease:
         # Ids of their own for each try: what a manager that was lost decided for one must not be taken for another's.
@@ -90,7 +90,7 @@ class ManagedAdmission:
             if lease is not None:
                 self._note(lease, demand.tenant)
                 return lease
-            await self.link.wait_until_up(_SAFE_MODE_PERIOD_S)
+            await asyncio.sleep(_SAFE_MODE_PERIOD_S)
 
     def _note(self, lease: Lease, tenant: str) -> None:
         self._records[lease.lease_id] = LeaseRecord(lease.lease_id, tenant, lease.engine_id, lease.sequence_blocks)
@@ -118,7 +118,7 @@ class ManagedAdmission:
             return Lease(lease_id, answer, blocks) if has_engine else None
         finally:
             if not has_engine:
-                self.link.release(lease_id)
+                self.link.release(lease_id, has_ended=False)
 
     async def _is_connected(self, engine_id: str) -> bool:
         """Wait until an engine is connected and healthy here too; False if that takes too long."""
@@ -137,8 +137,6 @@ class ManagedAdmission:
         share = self.link.shares.get(demand.tenant)
         try:
             return self._safe.decide_within(demand, engines, lease_id, share, now_s=time.monotonic())
-        except RateLimitError:
-            raise
         except CapacityError:
             return None
 
@@ -156,8 +154,8 @@ class _SafeMode(LocalAdmission):
         self._leases[lease.lease_id] = lease
         self._tenants[lease.lease_id] = tenant
 
-    async def release(self, lease_id: str) -> None:
-        await super().release(lease_id)
+    async def release(self, lease_id: str, *, has_ended: bool) -> None:
+        await super().release(lease_id, has_ended=has_ended)
         self._tenants.pop(lease_id, None)
 
     def decide_within(
@@ -171,8 +169,7 @@ class _SafeMode(LocalAdmission):
     ) -> Lease:
         """Grant a lease on an engine that has room; raise CapacityError where there is none, or no more of the share.
 
-        Raises RateLimitError for a tenant that sends more than its share. share: None for a tenant that the manager
-        never spoke of, which has as much as there is.
+        share: None for a tenant that the manager never spoke of, which has as much as there is.
         """
         own = [self._leases[key] for key, tenant in self._tenants.items() if tenant == demand.tenant]
         if share and share.max_running is not None and len(own) >= share.max_running:
@@ -190,12 +187,10 @@ class _SafeMode(LocalAdmission):
         return self.grant(demand, roomy, lease_id)
 
     def _take_token(self, tenant: str, per_minute: int, now_s: float) -> None:
-        bucket = self._buckets.get(tenant)
-        if bucket is None or bucket.per_minute != per_minute:
-            bucket = self._buckets[tenant] = TokenBucket.full(per_minute, now_s)
+        bucket = self._buckets.setdefault(tenant, TokenBucket.full(per_minute, now_s))
+        bucket.per_minute = per_minute
         if wait_s := bucket.take(now_s):
-            message = f"tenant {tenant!r} may send {per_minute} requests a minute here while there is no cache manager"
-            raise RateLimitError(message, retry_after_s=wait_s)
+            raise CapacityError("the tenant sent as many requests as it may", retry_after_s=wait_s)
 
     def _free_blocks(self, status: EngineStatus) -> int:
         leases = (lease for lease in self._leases.values() if lease.engine_id == status.info.engine_id)

@@ -63,7 +63,7 @@ class ManagerLink:
         self._up = asyncio.Event()
         self._down = asyncio.Event()
         self._down.set()
-        self._to_release: set[str] = set()
+        self._to_release: dict[str, bool] = {}  # whether it has ended, by lease
         self._release_now = asyncio.Event()
         self.shares: Mapping[str, SafeShare] = {}
         self.is_learning = False  # the manager that is there, but is not asked yet
@@ -72,12 +72,6 @@ class ManagerLink:
     def is_up(self) -> bool:
         """Whether the last beat was answered."""
         return self._up.is_set()
-
-    async def wait_until_up(self, timeout_s: float) -> None:
-        """Return when the manager can be reached, or timeout_s is over."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._up.wait()
 
     async def admit(self, request: AdmitRequest) -> str | Refused:
         """Ask for a lease, waiting in line; return the engine's id or why not. Raises ManagerLostError."""
@@ -127,9 +121,9 @@ class ManagerLink:
         finally:
             await changes.aclose()
 
-    def release(self, lease_id: str) -> None:
+    def release(self, lease_id: str, *, has_ended: bool) -> None:
         """Give a lease back, as soon as the manager can be reached."""
-        self._to_release.add(lease_id)
+        self._to_release[lease_id] = has_ended
         self._release_now.set()
 
     async def run(self) -> None:
@@ -170,9 +164,9 @@ class ManagerLink:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep_beating(self, stub: pb_grpc.CacheManagerServiceStub) -> None:
-        while True:
-            await self._beat(stub)
+        while not await self._beat(stub):
             await asyncio.sleep(BEAT_S)
+        raise ManagerLostError("the cache manager stood still and learns anew")
 
     async def _beat(self, stub: pb_grpc.CacheManagerServiceStub) -> bool:
         """Say what this router holds; return whether the manager was just started and waits for others to do so."""
@@ -188,16 +182,17 @@ class ManagerLink:
         while True:
             await self._release_now.wait()
             self._release_now.clear()
-            batch = sorted(self._to_release)
+            batch = dict(self._to_release)
+            ended = [lease_id for lease_id, has_ended in batch.items() if has_ended]
+            request = pb.ReleaseRequest(lease_ids=batch, ended_lease_ids=ended)
             try:
                 with self._timed("Release"):
-                    await stub.Release(
-                        pb.ReleaseRequest(lease_ids=batch), timeout=BEAT_TIMEOUT_S, metadata=self._metadata()
-                    )
+                    await stub.Release(request, timeout=BEAT_TIMEOUT_S, metadata=self._metadata())
             except grpc.RpcError:
                 self._release_now.set()  # again, with the next connection
                 raise
-            self._to_release.difference_update(batch)
+            for lease_id in batch:
+                self._to_release.pop(lease_id)
 
     @contextlib.contextmanager
     def _timed(self, rpc: str) -> Iterator[None]:

@@ -17,12 +17,11 @@ from kvorum.cluster.manager.types import TenantLimits
 from kvorum.kvstore.errors import AuthenticationError, InvalidRequestError, PermissionDeniedError
 from kvorum.kvstore.policies import MIN_BUDGET_TOKENS, parse_policy, resolve_budget
 from kvorum.workers.governance import LeaseTerms
+from kvorum.workers.request import TENANT_PRIORITY_STEP, lowest_priority
 
 KEY_PREFIX = "kv-"
 # The only tenant while none is configured.
 DEFAULT_TENANT = "default"
-# Engines order requests by one number: a tenant's priority first, then the request's own within these bounds.
-_PRIORITY_STEP = 1000
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 KeyHash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -90,8 +89,9 @@ class Tenant(BaseModel):
 
     def engine_priority(self, requested: int) -> int:
         """Return what engines order by: no request gets past another tenant's by naming a priority of its own."""
-        half = _PRIORITY_STEP // 2 - 1
-        return self.priority * _PRIORITY_STEP + max(-half, min(half, requested))
+        lowest = lowest_priority(self.priority)
+        highest = lowest_priority(self.priority - 1) + 1
+        return max(highest, min(lowest, self.priority * TENANT_PRIORITY_STEP + requested))
 
     def limits(self, name: str) -> TenantLimits:
         """Return what the cache manager must know of it."""

@@ -2,9 +2,9 @@
 
 A step is one batch under one token budget. Decodes come first, one token each, then prefill chunks, those of running
 sequences before new ones of the same priority, each group in (priority, arrival) order. A chunk that does not end its
-prompt ends at a multiple of the block size. Beside sequences of a higher priority, and for a while after the last of
-them, prompts get but a part of the budget: so the step stays short, and with it the time to those ones' next token, and
-to the first token of one that comes while the step runs.
+prompt ends at a multiple of the block size. Beside sequences of a higher priority, and for a while after the last of a
+tenant that has one, prompts get but a part of the budget: so the step stays short, and with it the time to those ones'
+next token, and to the first token of one that comes while the step runs.
 
 When blocks are missing, elastic sequences are shrunk first (reclaim.py), before anything is computed in the step: for
 what running sequences need next, and for the first one that waits. If a running sequence still finds no block, the last
@@ -25,11 +25,12 @@ from kvorum.workers.bidding import blocks_to_go_on, holds_more_than_due
 from kvorum.workers.governance import LadderStep
 from kvorum.workers.plan import StepPlan
 from kvorum.workers.reclaim import Reclaimer, is_measuring
-from kvorum.workers.request import EventKind
+from kvorum.workers.request import EventKind, lowest_priority, tenant_priority
 from kvorum.workers.sequence import Sequence
 from kvorum.workers.step_builder import StepBuilder, chunk_row, decode_row
 
-# Of a step's budget, for all prompts together of a lower priority than a sequence that is here, or was so lately.
+# Of a step's budget, for all prompts together of a lower priority than a sequence that is here, or than a tenant that
+# was lately: its next request may come any moment.
 _BACKGROUND_PART = 4
 _URGENT_S = 10.0
 
@@ -61,13 +62,13 @@ class Composer:
         self._reclaimer = reclaimer
         self._waiting, self._running = queues.waiting, queues.running
         self._now_s = 0.0
-        self._last_seen_s: dict[int, float] = {}  # by priority
+        self._last_seen_s: dict[int, float] = {}  # by tenants' priority
         self.num_preemptions = 0
 
     def compose(self, now_s: float) -> StepPlan | None:
         """Decide the next step; None when there is nothing to do."""
         self._now_s = now_s
-        step = StepBuilder(self._limits.max_num_batched_tokens, urgent=self._highest_priority())
+        step = StepBuilder(self._limits.max_num_batched_tokens, urgent=self._urgent_priority())
         self._waiting.sort(key=lambda sequence: sequence.order)
         self._reclaimer.begin_step(self._running, now_s=now_s)
         self._make_room(step)
@@ -86,13 +87,13 @@ class Composer:
             return None
         return StepPlan(ops, tuple(step.rows))
 
-    def _highest_priority(self) -> int | None:
-        """Return the highest priority of all sequences that are here, or were in the last seconds."""
-        for sequence in (*self._waiting, *self._running):
-            self._last_seen_s[sequence.request.priority] = self._now_s
+    def _urgent_priority(self) -> int | None:
+        """Return the highest priority of what is here, or the lowest of the highest tenant's that was here lately."""
+        here = [sequence.request.priority for sequence in (*self._waiting, *self._running)]
+        self._last_seen_s |= dict.fromkeys(map(tenant_priority, here), self._now_s)
         since_s = self._now_s - _URGENT_S
-        self._last_seen_s = {priority: seen_s for priority, seen_s in self._last_seen_s.items() if seen_s > since_s}
-        return min(self._last_seen_s, default=None)
+        self._last_seen_s = {tenant: seen_s for tenant, seen_s in self._last_seen_s.items() if seen_s > since_s}
+        return min((*here, *map(lowest_priority, self._last_seen_s)), default=None)
 
     def _rank(self, sequence: Sequence) -> tuple[bool, tuple[int, float, int]]:
         """Return a sort key: who gets blocks first, and keeps them longest."""
@@ -202,6 +203,8 @@ class Composer:
         while self._waiting and len(self._running) < self._limits.max_num_seqs and step.tokens_left > 0:
             sequence = self._waiting[0]
             if step.is_short or (before is not None and sequence.request.priority >= before):
+                return
+            if not sequence.prompt_done and not self._tokens_for(sequence, step):
                 return
             if not (self._resume(sequence) if sequence.kv is not None else self._open(sequence, step)):
                 return

@@ -73,6 +73,20 @@ class KVParams:
     min_retained_mass: float = 0.0
 
 
+# Engines order requests by one number: a tenant's priority times this, plus the request's own, less than half of it.
+TENANT_PRIORITY_STEP = 1000
+
+
+def tenant_priority(priority: int) -> int:
+    """Return the tenant's part of a request's priority."""
+    return (priority + TENANT_PRIORITY_STEP // 2) // TENANT_PRIORITY_STEP
+
+
+def lowest_priority(tenant: int) -> int:
+    """Return the largest number, which runs last, that a request of a tenant of this priority can have."""
+    return tenant * TENANT_PRIORITY_STEP + TENANT_PRIORITY_STEP // 2 - 1
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One sequence to generate.

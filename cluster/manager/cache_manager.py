@@ -25,6 +25,7 @@ from kvorum.cluster.manager.ceilings import Ceilings
 from kvorum.cluster.manager.fairness import Waiter
 from kvorum.cluster.manager.ledger import Engine, Ledger
 from kvorum.cluster.manager.lifetimes import Lifetimes
+from kvorum.cluster.manager.pacing import DIRECTIVES_PER_TICK
 from kvorum.cluster.manager.placement import Placement, Terms
 from kvorum.cluster.manager.types import (
     AdmitRequest,
@@ -42,10 +43,6 @@ from kvorum.cluster.manager.types import (
 from kvorum.cluster.manager.viewing import view_of
 from kvorum.cluster.manager.waiting_room import HOLD_AFTER_S, Tenant, WaitingRoom
 from kvorum.workers.governance import Directive, EngineReport, LeaseUse
-
-# So many engines are told of new allowances at once, and unless these are in a request's way, from tick to tick: a
-# directive to each of a thousand, and the answers, take half a second. Orders to reclaim are not held up.
-_DIRECTIVES_AT_ONCE = 4
 
 
 class CacheManager:
@@ -204,11 +201,17 @@ class CacheManager:
                 self._was_recovering = self._is_recovering(now_s)
                 self._lifetimes.keep_engine(engine, now_s + self._engine_grace_s)
 
-    def release(self, lease_id: str, now_s: float) -> None:
-        """End a lease, granted or waiting; nothing happens when there is none, nor if it is asked for later."""
+    def release(self, lease_id: str, now_s: float, *, has_ended: bool = False) -> None:
+        """End a lease, granted or waiting; nothing happens when there is none, nor if it is asked for later.
+
+        has_ended: its router saw every sequence end, so its blocks are free although the engine did not say so yet.
+        """
         self._lifetimes.remember_release(lease_id, now_s)
         self.cancel(lease_id)
+        engine = self._ledger.home_of(lease_id)
         self._end_promise(lease_id, now_s)
+        if engine and has_ended:
+            self._end_use(engine, lease_id, now_s)
         self._serve(now_s)
 
     def cancel(self, lease_id: str) -> None:
@@ -269,7 +272,7 @@ class CacheManager:
 
     def tick(self, now_s: float) -> None:
         """End what is over and serve those in line; to be called several times a second."""
-        self._allowances.allow(_DIRECTIVES_AT_ONCE)
+        self._allowances.allow(DIRECTIVES_PER_TICK)
         for lease_id in self._lifetimes.take_expired(self._ledger.expiry_of, now_s):
             self._end_promise(lease_id, now_s)
         for engine_id in self._lifetimes.take_lost(now_s):
@@ -368,7 +371,7 @@ class CacheManager:
         """Return what is new to say to engines, once; to few at a time, so that nobody waits while many are told."""
         self._ceilings.share(now_s)
         if self._ceilings.is_lowering or next(self._room.in_line, None):
-            self._allowances.allow(_DIRECTIVES_AT_ONCE)
+            self._allowances.allow(DIRECTIVES_PER_TICK)
         return self._allowances.take_directives(self._reclaim_of)
 
     def _reclaim_of(self, engine_id: str) -> int | None:

@@ -1,6 +1,6 @@
 """What tenants have at most: reserved blocks and elastic allowances together stay below each ceiling. Pure.
 
-Allowances follow demand once a second, or once in the time that reports take, by price (shares.py); where they are in
+Allowances follow demand once a second, or as often as all engines can be told, by price (shares.py); where they are in
 the way of a request they are lowered at once, and the request waits until the engines have acknowledged that. So that
 most requests need not wait, a part of the ceiling is never given away as allowances.
 """
@@ -12,12 +12,11 @@ from collections.abc import Collection
 
 from kvorum.cluster.manager.allowances import Allowances
 from kvorum.cluster.manager.ledger import Ledger, in_blocks
-from kvorum.cluster.manager.pacing import report_period_s
+from kvorum.cluster.manager.pacing import share_period_s
 from kvorum.cluster.manager.shares import Demand, split
 from kvorum.cluster.manager.types import TenantLimits
 from kvorum.workers.governance import EngineReport, TenantUse
 
-_SHARE_PERIOD_S = 1.0
 # Lowering allowances once more before the engines can have acknowledged the last time changes nothing.
 _LOWER_PERIOD_S = 0.05
 _FREE_PART = 16
@@ -97,7 +96,7 @@ class Ceilings:
             if lacking > self._lowered.get(tenant, 0) or (lacking and waiting_s[tenant] >= _LOWER_PERIOD_S)
         ]
         longest = max(waiting_s, key=waiting_s.__getitem__, default=None)
-        period_s = max(_SHARE_PERIOD_S, report_period_s(len(self._ledger.engines)))
+        period_s = share_period_s(len(self._ledger.engines))
         if longest is not None and longest not in urgent and waiting_s[longest] >= period_s:
             urgent.append(longest)
         for tenant in urgent:

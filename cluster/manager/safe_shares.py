@@ -23,7 +23,8 @@ def safe_shares(view: ClusterView, tenants: Mapping[str, TenantLimits], *, num_r
     """Split what each tenant may have evenly among the routers.
 
     A tenant may have its ceiling, but nothing of what others are sure of: so floors stay reachable and ceilings hold
-    even when every router uses all of its share. While no engine is known there is nothing to say.
+    even when every router uses all of its share. Of requests, at once or a minute, each router gives one at least.
+    While no engine is known there is nothing to say.
     """
     total = sum(engine.total_blocks for engine in view.engines)
     if not total:

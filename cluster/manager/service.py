@@ -49,7 +49,6 @@ from kvorum.protos.cache.v1 import cache_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.05
 # A router that has not renewed for so long is gone.
 ROUTER_TIMEOUT_S = 10.0
 # For so long routers tell a manager that was just started what they hold, and go on without it: as long as one may take
@@ -81,6 +80,10 @@ def serve_promptly() -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
+class LearningError(Exception):
+    """Nothing is granted yet, since the manager may not have been told what all routers hold."""
+
+
 @dataclass(slots=True)
 class _Line:
     """A lease that waits, and how many calls wait for it: a router asks again when its connection broke."""
@@ -93,16 +96,29 @@ class _Line:
 class _EngineLink:
     """What is to be sent to one connected engine."""
 
-    epoch: int
     outbox: asyncio.Queue[pb.CoordinateResponse]
+    epoch: int = 0
     said_s: float = -math.inf  # when it was last sent something
     report_period_s: float = 0.0  # what it was told then
+    silence: asyncio.Timeout | None = None  # what ends the wait for its next message
 
     def say(self, message: pb.CoordinateResponse, now_s: float, *, report_period_s: float) -> None:
         """Send it something."""
+        if report_period_s > self.report_period_s and self.silence and not self.silence.expired():
+            self.silence.reschedule(asyncio.get_running_loop().time() + pacing.silence_s(report_period_s))
         self.said_s, self.report_period_s = now_s, report_period_s
         message.report_period_s = report_period_s
         self.outbox.put_nowait(message)
+
+    async def next(self, messages: AsyncIterator[EngineMessage]) -> EngineMessage | None:
+        """Return the engine's next message; None when it has ended its stream or is silent."""
+        try:
+            async with asyncio.timeout(pacing.silence_s(self.report_period_s)) as self.silence:
+                return await anext(messages, None)
+        except TimeoutError:
+            return None
+        finally:
+            self.silence = None
 
 
 class ManagerServer:
@@ -125,7 +141,7 @@ class ManagerServer:
         self._tls = tls
         self._clock = clock
         self._learn_s = learn_s
-        self._knows_s = self._ticked_s = math.inf
+        self._knows_s = self._seen_s = math.inf
         self._waiting: dict[str, _Line] = {}
         self._engines: dict[str, _EngineLink] = {}
         self._routers: dict[str, float] = {}
@@ -143,8 +159,8 @@ class ManagerServer:
         bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
         await server.start()
         self._server = server
-        self._ticked_s = self._clock()
-        self._knows_s = self._ticked_s + self._learn_s
+        self._seen_s = self._clock()
+        self._knows_s = self._seen_s + self._learn_s
         self._ticking = asyncio.create_task(self._tick())
         return bound
 
@@ -165,13 +181,26 @@ class ManagerServer:
     @property
     def is_learning(self) -> bool:
         """Whether it was just started, or stood still, and may not have been told yet what all routers hold."""
+        return self._now() < self._knows_s
+
+    def _now(self) -> float:
+        """Return the time. After a standstill routers have to tell again what they hold, and nobody is in line."""
         now_s = self._clock()
-        return now_s < self._knows_s or now_s - self._ticked_s > STALL_S
+        if now_s - self._seen_s > STALL_S:
+            self._knows_s = now_s + self._learn_s
+            for lease_id, line in self._waiting.items():
+                self.manager.cancel(lease_id)
+                line.outcome.set_exception(LearningError())
+            self._waiting.clear()
+        self._seen_s = now_s
+        return now_s
 
     async def admit(self, message: pb.AdmitRequest) -> pb.AdmitResponse:
-        """Decide, waiting if need be; a caller that is cancelled leaves the line."""
+        """Decide, waiting if need be; a caller that is cancelled leaves the line. Raises LearningError."""
         request = admit_request_from_pb(message)
-        outcome: Outcome = self.manager.admit(request, self._clock())
+        if self.is_learning:
+            raise LearningError
+        outcome: Outcome = self.manager.admit(request, self._now())
         self._settle()
         if isinstance(outcome, Waiting):
             outcome = await self._outcome(request.lease_id)
@@ -187,12 +216,12 @@ class ManagerServer:
             if not line.num_calls:
                 self._waiting.pop(lease_id, None)
                 self.manager.cancel(lease_id)
-                self.manager.release(lease_id, self._clock())  # it may have been granted in this very moment
+                self.manager.release(lease_id, self._now())  # it may have been granted in this very moment
             raise
 
     def renew(self, message: pb.RenewRequest) -> pb.RenewResponse:
         """Prolong a router's leases and tell it what it may do alone."""
-        now_s = self._clock()
+        now_s = self._now()
         self.manager.renew([record_from_pb(record) for record in message.leases], now_s)
         self._routers[message.router_id] = now_s
         self._routers = {name: seen_s for name, seen_s in self._routers.items() if seen_s > now_s - ROUTER_TIMEOUT_S}
@@ -208,11 +237,11 @@ class ManagerServer:
             self._shares_until_s = now_s + SHARES_PERIOD_S
         return self._shares
 
-    def release(self, lease_ids: Collection[str]) -> None:
-        """Take leases back."""
-        now_s = self._clock()
+    def release(self, lease_ids: Collection[str], ended: Collection[str] = ()) -> None:
+        """Take leases back; ended: those whose sequences are over."""
+        now_s = self._now()
         for lease_id in lease_ids:
-            self.manager.release(lease_id, now_s)
+            self.manager.release(lease_id, now_s, has_ended=lease_id in ended)
         self._settle()
 
     # Engines.
@@ -221,13 +250,13 @@ class ManagerServer:
         self, messages: AsyncIterator[EngineMessage], outbox: asyncio.Queue[pb.CoordinateResponse]
     ) -> None:
         """Follow one engine's stream until it ends or falls silent."""
-        first = await _next(messages, 0.0)
+        link = _EngineLink(outbox)
+        first = await link.next(messages)
         if not isinstance(first, Snapshot):
             return
-        engine_id, epoch = first.facts.engine_id, first.facts.epoch
-        link = _EngineLink(epoch, outbox)
+        engine_id, link.epoch = first.facts.engine_id, first.facts.epoch
         known = self._engines.get(engine_id)
-        if known and known.epoch > epoch:
+        if known and known.epoch > link.epoch:
             return
         self._engines[engine_id] = link
         logger.info("engine %s is connected", engine_id)
@@ -235,16 +264,16 @@ class ManagerServer:
             message: EngineMessage | None = first
             while message is not None and self._engines.get(engine_id) is link:
                 self._take(engine_id, link, message)
-                message = await _next(messages, link.report_period_s)
+                message = await link.next(messages)
         finally:
             if self._engines.get(engine_id) is link:
                 del self._engines[engine_id]
-                self.manager.disconnect(engine_id, epoch, self._clock())
+                self.manager.disconnect(engine_id, link.epoch, self._now())
                 logger.warning("engine %s is not connected any more", engine_id)
                 self._settle()
 
     def _take(self, engine_id: str, link: _EngineLink, message: EngineMessage) -> None:
-        now_s = self._clock()
+        now_s = self._now()
         match message:
             case Snapshot(facts, report, leases):
                 self.manager.connect(facts, report, leases, now_s)
@@ -278,12 +307,8 @@ class ManagerServer:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
-            now_s = self._clock()
-            if now_s - self._ticked_s > STALL_S:
-                self._knows_s = now_s + self._learn_s
-            self._ticked_s = now_s
-            self.manager.tick(now_s)
+            await asyncio.sleep(pacing.TICK_S)
+            self.manager.tick(self._now())
             self._settle()
 
     def _settle(self) -> None:
@@ -304,15 +329,6 @@ class ManagerServer:
         return hmac.compare_digest(text.encode(), f"Bearer {self.token}".encode())
 
 
-async def _next(messages: AsyncIterator[EngineMessage], report_period_s: float) -> EngineMessage | None:
-    """Return an engine's next message; None when it has ended its stream or is silent."""
-    try:
-        async with asyncio.timeout(pacing.silence_s(report_period_s)):
-            return await anext(messages, None)
-    except TimeoutError:
-        return None
-
-
 class _Servicer(pb_grpc.CacheManagerServiceServicer):
     """Checks who calls, and passes on."""
 
@@ -321,9 +337,10 @@ class _Servicer(pb_grpc.CacheManagerServiceServicer):
 
     async def Admit(self, request: pb.AdmitRequest, context: _Context) -> pb.AdmitResponse:
         await self._check(context)
-        if self._server.is_learning:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the cache manager was just started and learns what runs")
-        return await self._server.admit(request)
+        try:
+            return await self._server.admit(request)
+        except LearningError:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the cache manager learns what runs before it grants")
 
     async def Renew(self, request: pb.RenewRequest, context: _Context) -> pb.RenewResponse:
         await self._check(context)
@@ -331,7 +348,7 @@ class _Servicer(pb_grpc.CacheManagerServiceServicer):
 
     async def Release(self, request: pb.ReleaseRequest, context: _Context) -> pb.ReleaseResponse:
         await self._check(context)
-        self._server.release(request.lease_ids)
+        self._server.release(request.lease_ids, frozenset(request.ended_lease_ids))
         return pb.ReleaseResponse()
 
     async def Coordinate(self, request_iterator: AsyncIterator[pb.CoordinateRequest], context: _Context) -> None:
@@ -342,7 +359,7 @@ class _Servicer(pb_grpc.CacheManagerServiceServicer):
             await self._server.coordinate(_engine_messages(request_iterator), outbox)
         finally:
             writing.cancel()
-            await asyncio.wait({writing})
+            await asyncio.gather(writing, return_exceptions=True)
 
     async def Watch(self, request: pb.WatchRequest, context: _Context) -> AsyncIterator[pb.WatchResponse]:
         await self._check(context)

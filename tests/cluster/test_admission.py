@@ -41,7 +41,7 @@ def admit(admission: LocalAdmission, *demands: Demand) -> list[str]:
 def release(admission: LocalAdmission, *names: str) -> None:
     async def scenario() -> None:
         for name in names:
-            await admission.release(name)
+            await admission.release(name, has_ended=True)
 
     asyncio.run(scenario())
 

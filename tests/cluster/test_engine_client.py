@@ -75,6 +75,7 @@ def test_requests_share_the_stream_and_each_gets_its_own_tokens() -> None:
                 assert last.finish_reason is FinishReason.LENGTH
                 assert last.receipt
                 assert last.receipt.completion_tokens == 3 + i
+            assert all(stream.has_ended for stream in streams)
 
     asyncio.run(scenario())
 
@@ -179,6 +180,7 @@ def test_a_lost_engine_ends_its_requests_and_the_client_comes_back() -> None:
             await wired.host.server.stop()
             with pytest.raises(EngineLostError, match="engine-0"):
                 await read_all(stream)
+            assert not stream.has_ended, "as far as anybody knows"
             stream.close()
             assert wired.client.status is None
             with pytest.raises(EngineLostError):

@@ -25,6 +25,7 @@ from kvorum.workers.engine import Engine, EngineOptions, EngineSession
 from kvorum.workers.fake_engine import FakeExecutor
 from kvorum.workers.plan import StepPlan, StepResult
 from kvorum.workers.request import (
+    TENANT_PRIORITY_STEP,
     EngineInfo,
     EngineRequest,
     EventKind,
@@ -714,14 +715,14 @@ class TestOrder:
                 return [[row.seq_id for row in plan.rows] for plan in rig.steps.plans]
 
         long, equal, urgent = 0, 1, 2
-        assert in_loop(test) == [[long], [long], [urgent], *[[long]] * 6, [equal], [equal]]
+        assert in_loop(test) == [[long], [long], [urgent], [long], [long], [long], [equal]]
 
-    def test_prompts_of_lower_priority_get_a_quarter_of_a_step_as_long_as_somebody_else_may_come(self) -> None:
+    def test_prompts_of_lower_priority_get_a_quarter_of_a_step_beside_a_decode(self) -> None:
         async def test() -> list[dict[int, int]]:
             async with running(max_num_batched_tokens=32) as rig:
                 rig.session.submit(replace(ask("answers", [1, 2], max_tokens=6), priority=-1))
                 await rig.steps_taken(2)
-                rig.session.submit(ask("later", range(120), max_tokens=1))
+                rig.session.submit(ask("later", range(40), max_tokens=1))
                 rig.session.submit(replace(ask("equal", range(100, 124), max_tokens=1), priority=-1))
                 await ended(rig.session, "answers", "later", "equal", engine=rig.engine)
                 return [{row.seq_id: row.step.num_tokens for row in plan.rows} for plan in rig.steps.plans]
@@ -734,9 +735,19 @@ class TestOrder:
             {answers: 1, later: 8},
             {answers: 1, later: 8},
             {answers: 1, later: 8},
-            *[{later: 8}] * 9,
-            {later: 20},
+            {later: 12},
         ]
+
+    def test_prompts_stay_short_for_ten_seconds_after_a_tenant_of_a_higher_priority(self) -> None:
+        async def test(first: int) -> list[int]:
+            async with running(max_num_batched_tokens=32) as rig:
+                await rig.run(replace(ask("first", [1, 2], max_tokens=1), priority=first))
+                await rig.run(ask("later", range(120), max_tokens=1))
+                return [row.step.num_tokens for plan in rig.steps.plans[1:] for row in plan.rows]
+
+        assert in_loop(lambda: test(-TENANT_PRIORITY_STEP)) == [*[8] * 9, 32, 16]
+        # A request's own priority counts as long as the request is there.
+        assert in_loop(lambda: test(-1)) == [32, 32, 32, 24]
 
     def test_no_step_has_more_sequences_than_allowed(self) -> None:
         async def test() -> list[int]:

@@ -116,10 +116,12 @@ class SafeShare(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., max_running: _Optional[int] = ..., max_requests_per_minute: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("lease_ids",)
+    __slots__ = ("lease_ids", "ended_lease_ids")
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     lease_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, lease_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    ended_lease_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, lease_ids: _Optional[_Iterable[str]] = ..., ended_lease_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ()

@@ -91,7 +91,7 @@ class CacheManagerServiceServicer:
     def Coordinate(self, request_iterator, context):
         """Coordinate: an engine's stream. It sends a snapshot first and when asked for one, then numbered reports and
         acknowledgements; the manager sends numbered directives. An engine says something at least every second or
-        with each report, whichever is rarer, and is answered.
+        with each report, whichever is rarer, and is answered every other time at least.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

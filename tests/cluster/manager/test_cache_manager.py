@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from kvorum.cluster.manager.cache_manager import CacheManager
 from kvorum.cluster.manager.types import (
     AdmitRequest,
@@ -110,6 +112,20 @@ class TestLine:
         assert ask(manager, "small", 2) == Waiting("small")
         manager.release("running", 1.0)
         assert served(manager, 1.0) == ["big", "small"]
+
+    @pytest.mark.parametrize("has_ended", [False, True])
+    def test_room_is_free_as_soon_as_the_engine_or_a_router_that_saw_the_end_says_so(self, has_ended: bool) -> None:
+        manager = manager_of()
+        ask(manager, "running", 35)
+        full = EngineReport(40, 5, 0, tenants={"t": TenantUse(35, 35)})
+        manager.take_report("e0", 1, 1, full, LeaseChanges((LeaseUse("running", "t", 35),)), 1.0)
+        assert ask(manager, "next", 30) == Waiting("next")
+        manager.release("running", 2.0, has_ended=has_ended)
+        assert served(manager, 2.0) == (["next"] if has_ended else [])
+        free = EngineReport(40, 40, 0)
+        manager.take_report("e0", 1, 2, free, LeaseChanges((), ("running",)), 3.0)
+        assert served(manager, 3.0) == ([] if has_ended else ["next"])
+        manager.audit()
 
     def test_another_tenants_small_request_passes_a_big_one_only_for_a_while(self) -> None:
         manager = manager_of(TenantLimits("t"), TenantLimits("u"))

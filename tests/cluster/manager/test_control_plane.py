@@ -17,7 +17,7 @@ from kvorum.cluster.certs_command import run as run_certs
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.manager.cache_manager import CacheManager
 from kvorum.cluster.manager.channel import ManagerAddress, ManagerLostError, open_channel
-from kvorum.cluster.manager.service import LEARN_S, STALL_S, ManagerServer
+from kvorum.cluster.manager.service import LEARN_S, STALL_S, LearningError, ManagerServer
 from kvorum.cluster.manager.tls import read_tls
 from kvorum.cluster.manager.types import AdmitRequest, Refused, TenantLimits
 from kvorum.cluster.manager.watching import ViewChange
@@ -88,7 +88,7 @@ def test_a_manager_that_stood_still_learns_anew() -> None:
         async def after(seconds: float) -> None:
             now_s[0] += seconds
             known.append(server.is_learning)
-            await eventually(lambda: server._ticked_s == now_s[0])
+            await eventually(lambda: server._seen_s == now_s[0])
             known.append(server.is_learning)
 
         await after(LEARN_S)  # a jump of the clock is what it sees of a standstill
@@ -96,6 +96,13 @@ def test_a_manager_that_stood_still_learns_anew() -> None:
             await after(LEARN_S / 4)
         await after(STALL_S / 2)
         assert known == [True] * 9 + [False] * 4
+        request = pb.AdmitRequest(lease_id="waits", tenant=DEFAULT_TENANT, sequence_blocks=[1], max_wait_s=60.0)
+        waiting = asyncio.create_task(server.admit(request))
+        await eventually(lambda: bool(manager.view().tenants[0].num_waiting))
+        now_s[0] += 2 * STALL_S
+        with pytest.raises(LearningError):
+            await waiting
+        assert not manager.view().tenants[0].num_waiting
         await server.stop()
 
     asyncio.run(main())

@@ -243,15 +243,15 @@ class LossyCluster(RuleBasedStateMachine):
         assert engine.held <= POOL, "more was promised than there is"
 
     @precondition(lambda self: self.records)
-    @rule(data=st.data(), release_is_lost=st.booleans())
-    def finish(self, data: st.DataObject, release_is_lost: bool) -> None:
+    @rule(data=st.data(), release_is_lost=st.booleans(), has_ended=st.booleans())
+    def finish(self, data: st.DataObject, release_is_lost: bool, has_ended: bool) -> None:
         router, record = self.held(data)
         del router.records[record.lease_id]
         engine = self.engines[record.engine_id]
         if engine.leases.pop(record.lease_id, None):
             engine.ended.append(record.lease_id)
         if not release_is_lost:
-            self.manager.release(record.lease_id, self.now_s)
+            self.manager.release(record.lease_id, self.now_s, has_ended=has_ended)
             self.settle()
 
     @rule(name=st.sampled_from(ENGINES), blocks=st.integers(0, 40))

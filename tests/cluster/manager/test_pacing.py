@@ -7,6 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvorum.cluster.engine_agent import LOOK_PERIOD_S
 from kvorum.cluster.manager import pacing
 from kvorum.workers.governance import EngineReport, TenantUse
 
@@ -39,11 +40,17 @@ def test_before_the_manager_has_said_anything_every_look_is_a_report() -> None:
 
 @given(PERIODS)
 def test_nobody_takes_who_speaks_and_answers_in_time_for_lost(period_s: float) -> None:
-    speaks_s = max(period_s, pacing.HEARTBEAT_S)
+    speaks_s = pacing.speak_period_s(period_s) + LOOK_PERIOD_S
     # The message that is not answered is followed by one that is.
     answered_s = pacing.answer_period_s(period_s) + speaks_s
     assert answered_s < pacing.silence_s(period_s)
     assert 2 * speaks_s < pacing.silence_s(period_s)
+
+
+@given(st.integers(1, 100_000))
+def test_allowances_are_not_set_anew_before_all_engines_were_told_of_the_last(num_engines: int) -> None:
+    ticks = pacing.share_period_s(num_engines) / pacing.TICK_S
+    assert ticks * pacing.DIRECTIVES_PER_TICK >= num_engines - 1e-6
 
 
 def test_an_engine_is_pressed_that_must_make_room_or_has_little() -> None:
@@ -53,3 +60,5 @@ def test_an_engine_is_pressed_that_must_make_room_or_has_little() -> None:
     assert not pacing.is_pressed(report(70), 0)
     assert pacing.is_pressed(report(71), 0)
     assert pacing.is_pressed(report(5), 1)
+    # Elastic sequences fill a pool with little reserved.
+    assert pacing.is_pressed(EngineReport(80, 5, 4, tenants={"t": TenantUse(held=71, reserved=10, elastic=61)}), 0)
