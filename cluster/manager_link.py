@@ -179,18 +179,16 @@ class ManagerLink:
         return self.is_learning
 
     async def _keep_releasing(self, stub: pb_grpc.CacheManagerServiceStub) -> None:
+        if self._to_release:
+            self._release_now.set()  # what the last connection did not get through
         while True:
             await self._release_now.wait()
             self._release_now.clear()
             batch = dict(self._to_release)
             ended = [lease_id for lease_id, has_ended in batch.items() if has_ended]
             request = pb.ReleaseRequest(lease_ids=batch, ended_lease_ids=ended)
-            try:
-                with self._timed("Release"):
-                    await stub.Release(request, timeout=BEAT_TIMEOUT_S, metadata=self._metadata())
-            except grpc.RpcError:
-                self._release_now.set()  # again, with the next connection
-                raise
+            with self._timed("Release"):
+                await stub.Release(request, timeout=BEAT_TIMEOUT_S, metadata=self._metadata())
             for lease_id in batch:
                 self._to_release.pop(lease_id)
 

@@ -19,7 +19,7 @@ from kvorum.cluster.manager.cache_manager import CacheManager
 from kvorum.cluster.manager.channel import ManagerAddress, ManagerLostError, open_channel
 from kvorum.cluster.manager.service import LEARN_S, STALL_S, LearningError, ManagerServer
 from kvorum.cluster.manager.tls import read_tls
-from kvorum.cluster.manager.types import AdmitRequest, Refused, TenantLimits
+from kvorum.cluster.manager.types import AdmitRequest, LeaseRecord, Refused, TenantLimits
 from kvorum.cluster.manager.watching import ViewChange
 from kvorum.cluster.manager.wire import admit_request_to_pb
 from kvorum.cluster.manager_link import ManagerLink
@@ -211,6 +211,24 @@ def test_a_lease_that_nobody_uses_or_renews_is_taken_back() -> None:
         assert not isinstance(answer, Refused)
         running.cancel()
         await eventually(lambda: cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 0)
+
+    run(scenario)
+
+
+def test_what_a_lost_connection_left_to_release_is_released_with_the_next() -> None:
+    async def scenario(cluster: ManagedCluster) -> None:
+        record = LeaseRecord("kept", DEFAULT_TENANT, "engine-0", (5,))
+        link = ManagerLink(cluster.manager.find, router_id="r", records=lambda: [record])
+        running = asyncio.create_task(link.run())
+        await eventually(lambda: link.is_up)
+        await link.admit(AdmitRequest("kept", DEFAULT_TENANT, (5,), 80, 1.0))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        link.release("kept", has_ended=False)
+        link._release_now.clear()  # the connection broke while it was sent
+        running = asyncio.create_task(link.run())
+        await eventually(lambda: cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 0)
+        running.cancel()
 
     run(scenario)
 
