@@ -94,7 +94,7 @@ class _Line:
 
 @dataclass(slots=True)
 class _EngineLink:
-    """What is to be sent to one connected engine."""
+    """One engine's stream: what is to be sent, and the wait for what comes."""
 
     outbox: asyncio.Queue[pb.CoordinateResponse]
     epoch: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import pytest
 
 from kvorum.cluster.certs_command import run as run_certs
 from kvorum.cluster.config import ClusterConfig
+from kvorum.cluster.manager import pacing
 from kvorum.cluster.manager.cache_manager import CacheManager
 from kvorum.cluster.manager.channel import ManagerAddress, ManagerLostError, open_channel
-from kvorum.cluster.manager.service import LEARN_S, STALL_S, LearningError, ManagerServer
+from kvorum.cluster.manager.service import LEARN_S, STALL_S, LearningError, ManagerServer, _EngineLink
 from kvorum.cluster.manager.tls import read_tls
 from kvorum.cluster.manager.types import AdmitRequest, LeaseRecord, Refused, TenantLimits
 from kvorum.cluster.manager.watching import ViewChange
-from kvorum.cluster.manager.wire import admit_request_to_pb
+from kvorum.cluster.manager.wire import Acknowledgement, EngineMessage, admit_request_to_pb
 from kvorum.cluster.manager_link import ManagerLink
 from kvorum.cluster.tenants import DEFAULT_TENANT, Tenant, hash_key
 from kvorum.protos.cache.v1 import cache_pb2 as pb
@@ -211,6 +213,40 @@ def test_a_lease_that_nobody_uses_or_renews_is_taken_back() -> None:
         assert not isinstance(answer, Refused)
         running.cancel()
         await eventually(lambda: cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 0)
+
+    run(scenario)
+
+
+def test_the_wait_for_an_engine_follows_the_pace_that_it_is_told_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "SILENCE_S", 0.05)
+
+    async def silent() -> AsyncIterator[EngineMessage]:
+        await asyncio.Event().wait()
+        yield Acknowledgement(1)
+
+    async def main() -> None:
+        assert await _EngineLink(asyncio.Queue()).next(silent()) is None
+        link = _EngineLink(asyncio.Queue())
+        waiting = asyncio.create_task(link.next(silent()))
+        await eventually(lambda: link.silence is not None)
+        link.say(pb.CoordinateResponse(), 0.0, report_period_s=100.0)
+        assert (await asyncio.wait({waiting}, timeout=0.2))[1], "it waits for the next report"
+        waiting.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_router_leaves_a_manager_that_learns_anew() -> None:
+    async def scenario(cluster: ManagedCluster) -> None:
+        link = cluster.frontend._managed and cluster.frontend._managed.link
+        server = cluster.manager.server
+        assert link
+        assert server
+        await eventually(lambda: link.is_up)
+        server._knows_s = math.inf
+        await eventually(lambda: not link.is_up and link.is_learning)
+        server._knows_s = 0.0
+        await eventually(lambda: link.is_up)
 
     run(scenario)
 
