@@ -108,12 +108,16 @@ class Allowances:
                 self._want(engine_id, tenant, target)
         is_reached = True
         for engine_id in rising:
-            link, target = links[engine_id], targets[engine_id]
-            possible = link.exposure(tenant) + max(0, room - self._told[tenant])
-            if min(target, possible) > link.wanted.get(tenant, 0):
-                self._want(engine_id, tenant, min(target, possible))
-            is_reached = is_reached and target <= possible
+            is_reached = self.raise_to(engine_id, tenant, targets[engine_id], room) and is_reached
         return is_reached
+
+    def raise_to(self, engine_id: str, tenant: str, blocks: int, room: int) -> bool:
+        """Raise one engine's allowance of a tenant to so many blocks, as far as there is room; return whether all."""
+        link = self._links[engine_id]
+        possible = link.exposure(tenant) + max(0, room - self._told[tenant])
+        if min(blocks, possible) > link.wanted.get(tenant, 0):
+            self._want(engine_id, tenant, min(blocks, possible))
+        return blocks <= possible
 
     def touch(self, engine_id: str) -> None:
         """Look at an engine again when directives are next taken: what it should reclaim may have changed."""

@@ -89,7 +89,8 @@ class CacheManager:
         engine = self._ledger.engine(facts.engine_id)
         if engine.facts and engine.facts.epoch > facts.epoch:
             return
-        if not (engine.is_connected and engine.facts and engine.facts.epoch == facts.epoch):
+        is_new = not (engine.is_connected and engine.facts and engine.facts.epoch == facts.epoch)
+        if is_new:
             self._allowances.connect(facts.engine_id)
         self._ledger.set_facts(engine, facts)
         self._missing.discard(facts.engine_id)
@@ -97,6 +98,8 @@ class CacheManager:
         before = {lease.lease_id for lease in engine.leases.values() if lease.used_blocks is not None}
         ended = before - {use.lease_id for use in leases}
         self._take(engine, report, LeaseChanges(tuple(leases), tuple(ended)), now_s)
+        if is_new:
+            self._ceilings.keep(facts.engine_id, report)
         self._room.try_all_again()
         self._serve(now_s)
 

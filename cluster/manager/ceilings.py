@@ -34,7 +34,8 @@ class Ceilings:
         self._demands = self._read_demands()
         # Tenants to be shared anew, with the blocks that the head of their line lacks, and when each last was.
         self._due = dict.fromkeys(self._limits, 0)
-        self._shared_s: dict[str, float] = {}
+        self._shared_s = dict[str, float]()
+        self._turn_s = -math.inf  # when a tenant's turn last was
         # For how many blocks each tenant's allowances were last lowered.
         self._lowered: dict[str, int] = {}
 
@@ -49,6 +50,7 @@ class Ceilings:
         self.allowances.set_limited(self._limits)
         self._demands = self._read_demands()
         self._due, self._lowered = dict.fromkeys(self._limits, 0), {}
+        self._shared_s = {name: shared_s for name, shared_s in self._shared_s.items() if name in self._limits}
 
     def blocks_of(self, tenant: str) -> int | None:
         """Return a tenant's ceiling; None is none."""
@@ -77,6 +79,16 @@ class Ceilings:
                 demands[engine_id] = demand
                 self._due.setdefault(tenant, 0)
 
+    def keep(self, engine_id: str, report: EngineReport) -> None:
+        """Let an engine that connects go on with what elastic sequences hold there, as far as ceilings go.
+
+        Else its first directive would take from them what they may have again a moment later.
+        """
+        for tenant in self._limits:
+            ceiling, elastic = self.blocks_of(tenant), _use(report, tenant).elastic
+            assert ceiling is not None, "it has a limit"
+            self.allowances.raise_to(engine_id, tenant, elastic, ceiling - self._ledger.reserved[tenant])
+
     def forget(self, engine_id: str) -> None:
         """Share out nothing to an engine that is not connected any more."""
         for demands in self._demands.values():
@@ -88,17 +100,25 @@ class Ceilings:
         return any(self._lowered.values())
 
     def share(self, now_s: float) -> None:
-        """Set the allowances of tenants whose heads lack room, and of one more for which it is time."""
+        """Set the allowances of tenants that have none yet or whose heads lack room, and of one more if it is time.
+
+        Tenants take turns over the period: among a thousand engines one takes some milliseconds, in which nobody is
+        admitted.
+        """
         waiting_s = {tenant: now_s - self._shared_s.get(tenant, -math.inf) for tenant in self._due}
         urgent = [
             tenant
             for tenant, lacking in self._due.items()
-            if lacking > self._lowered.get(tenant, 0) or (lacking and waiting_s[tenant] >= _LOWER_PERIOD_S)
+            if tenant not in self._shared_s
+            or lacking > self._lowered.get(tenant, 0)
+            or (lacking and waiting_s[tenant] >= _LOWER_PERIOD_S)
         ]
         longest = max(waiting_s, key=waiting_s.__getitem__, default=None)
         period_s = share_period_s(len(self._ledger.engines))
-        if longest is not None and longest not in urgent and waiting_s[longest] >= period_s:
+        is_turn = now_s - self._turn_s >= period_s / max(1, len(self._limits))
+        if longest is not None and longest not in urgent and waiting_s[longest] >= period_s and is_turn:
             urgent.append(longest)
+            self._turn_s = now_s
         for tenant in urgent:
             self._shared_s[tenant], self._lowered[tenant] = now_s, self._due[tenant]
             if not self._share(tenant, self._due.pop(tenant)):

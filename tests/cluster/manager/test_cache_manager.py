@@ -217,6 +217,34 @@ class TestLimits:
         assert served(manager, 6.2) == ["a"]
         assert manager.take_directives(6.2)["e0"].reclaim_blocks == 20
 
+    def test_engines_that_connect_may_go_on_with_what_elastic_sequences_hold(self) -> None:
+        """A manager that was just started must not have them shrunk where the ceiling has room."""
+        manager = CacheManager([TenantLimits("t", ceiling=100)], lease_s=LEASE_S, engine_grace_s=GRACE_S)
+        first = dict[str, int]()
+        for name in ("e0", "e1", "e2"):
+            report = EngineReport(40, 20, 0, tenants={"t": TenantUse(20, 4, 16, 0)})
+            manager.connect(EngineFacts(name, 1, 40, 100), report, [LeaseUse(f"of-{name}", "t", 4)], 0.0)
+            first |= {engine: told.allowances["t"] for engine, told in manager.take_directives(0.0).items()}
+        assert min(first.values()) >= 16
+        assert sum(first.values()) + 3 * 4 <= 100
+        manager.audit()
+
+    def test_tenants_take_turns_at_having_allowances_set(self) -> None:
+        """Among many engines one takes a while, and nobody is admitted meanwhile."""
+        manager = manager_of(TenantLimits("t", ceiling=0.9), TenantLimits("u", ceiling=0.9))
+        worths = (20, *[0] * (NUM_WORTH_BINS - 1))
+        report = EngineReport(40, 10, 0, tenants=dict.fromkeys(("t", "u"), TenantUse(15, 0, 15, 0, worths)))
+        manager.take_report("e0", 1, 1, report, LeaseChanges(), 5.0)
+        set_at = dict[str, float]()
+        for tick in range(20):
+            now_s = 5.0 + tick / 10
+            manager.tick(now_s)
+            for told in manager.take_directives(now_s).values():
+                for tenant, blocks in told.allowances.items():
+                    if blocks >= 20:
+                        set_at.setdefault(tenant, now_s)
+        assert sorted(set_at.values()) == [5.0, 5.5]
+
     def test_many_engines_are_told_a_few_between_ticks_unless_somebody_waits(self) -> None:
         manager = manager_of(engines=20)
         manager.set_tenants([TenantLimits("t"), TenantLimits("u", ceiling=0.5)])
