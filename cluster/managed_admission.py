@@ -53,9 +53,9 @@ class ManagedAdmission:
     ) -> None:
         """engines: returns the healthy engines that this router is connected to, by id."""
         self._engines = engines
-        self._records: dict[str, LeaseRecord] = {}
+        self._router_id = router_id
         self._safe = _SafeMode(engines)
-        self.link = ManagerLink(find, router_id=router_id, records=self._records.values, tls=tls, on_answer=on_answer)
+        self.link = ManagerLink(find, router_id=router_id, tls=tls, on_answer=on_answer)
 
     async def run(self) -> None:
         """Keep the connection to the manager until cancelled."""
@@ -71,7 +71,7 @@ class ManagedAdmission:
 
     async def release(self, lease_id: str, *, has_ended: bool) -> None:
         """Give a lease back; see Admission."""
-        if self._records.pop(lease_id, None):
+        if lease_id in self.link.held:
             await self._safe.release(lease_id, has_ended=has_ended)
             self.link.release(lease_id, has_ended=has_ended)
 
@@ -88,13 +88,9 @@ class ManagedAdmission:
             except ManagerLostError:
                 lease = self._decide_alone(demand, engines, lease_id)
             if lease is not None:
-                self._note(lease, demand.tenant)
+                self._safe.note(lease, demand.tenant)
                 return lease
             await asyncio.sleep(_SAFE_MODE_PERIOD_S)
-
-    def _note(self, lease: Lease, tenant: str) -> None:
-        self._records[lease.lease_id] = LeaseRecord(lease.lease_id, tenant, lease.engine_id, lease.sequence_blocks)
-        self._safe.note(lease, tenant)
 
     async def _ask_manager(self, demand: Demand, engines: Mapping[str, EngineStatus], lease_id: str) -> Lease | None:
         """Return the manager's lease; None when its engine cannot be reached from here."""
@@ -108,6 +104,7 @@ class ManagedAdmission:
             max_wait_s=demand.max_wait_s,
             priority=demand.priority,
             prefix_runs=prefix_runs(demand.prompt, demand.cache_salt),
+            router_id=self._router_id,
         )
         has_engine = False
         try:
@@ -136,9 +133,11 @@ class ManagedAdmission:
             return None
         share = self.link.shares.get(demand.tenant)
         try:
-            return self._safe.decide_within(demand, engines, lease_id, share, now_s=time.monotonic())
+            lease = self._safe.decide_within(demand, engines, lease_id, share, now_s=time.monotonic())
         except CapacityError:
             return None
+        self.link.held.add(LeaseRecord(lease_id, demand.tenant, lease.engine_id, lease.sequence_blocks))
+        return lease
 
 
 class _SafeMode(LocalAdmission):

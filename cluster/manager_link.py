@@ -1,8 +1,9 @@
 """A router's connection to the cache manager: found, kept alive, and known to be lost within two seconds.
 
-Every BEAT_S the router says which leases it holds. A beat that is not answered means that the manager is dead, hung or
-cut off: what waits for it is told so at once, and the manager is looked for anew. One that was just started is asked
-for nothing before every router has had the time to tell it what it holds: else it would promise the same room again.
+Every BEAT_S the router says that it is there. A beat that is not answered means that the manager is dead, hung or cut
+off: what waits for it is told so at once, and the manager is looked for anew. With the first beat it is told of all
+leases that the router holds, later of each before it would expire. One that was just started is asked for nothing
+before every router has had the time to tell it what it holds: else it would promise the same room again.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
+import math
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 
 import grpc
 import grpc.aio
 
 from kvorum.cluster.cancelling import end_if_cancelled
+from kvorum.cluster.held_leases import HeldLeases
 from kvorum.cluster.manager.channel import FindManager, ManagerAddress, ManagerLostError, open_channel
 from kvorum.cluster.manager.safe_shares import SafeShare
 from kvorum.cluster.manager.tls import ControlTls
@@ -34,10 +37,16 @@ from kvorum.protos.cache.v1 import cache_pb2_grpc as pb_grpc
 logger = logging.getLogger(__name__)
 
 OnAnswer = Callable[[str, float], None]
+_AdmitCall = grpc.aio.StreamStreamCall[pb.AdmitRequest, pb.AdmitResponse]
 
 BEAT_S = 0.5
 BEAT_TIMEOUT_S = 1.0
 _RETRY_S = 0.1
+# A lease is renewed after half of its life, or within the quarter that follows where all were due together. The manager
+# takes half a millisecond for so many, and admits nobody meanwhile.
+_RECORDS_AT_ONCE = 100
+# Leases that are given back sooner after others go together, so that a call for each does not keep the manager busy.
+_RELEASE_PERIOD_S = 0.02
 
 
 class ManagerLink:
@@ -48,21 +57,22 @@ class ManagerLink:
         find: FindManager,
         *,
         router_id: str,
-        records: Callable[[], Collection[LeaseRecord]],
         tls: ControlTls | None = None,
         on_answer: OnAnswer = lambda _, __: None,
     ) -> None:
-        """records: returns the leases that the router holds. on_answer hears how many seconds each RPC took."""
+        """on_answer hears how many seconds each RPC took, of Admit each answer."""
         self._find = find
         self._router_id = router_id
-        self._records = records
         self._tls = tls
         self._on_answer = on_answer
         self._address: ManagerAddress | None = None
         self._stub: pb_grpc.CacheManagerServiceStub | None = None
         self._up = asyncio.Event()
-        self._down = asyncio.Event()
-        self._down.set()
+        # What is to be asked, while there is somebody to ask, and who waits for an answer, by lease.
+        self._questions: asyncio.Queue[pb.AdmitRequest] | None = None
+        self._answers: dict[str, asyncio.Future[str | Refused]] = {}
+        self.held = HeldLeases()
+        self._lease_s = math.inf  # as the manager last said
         self._to_release: dict[str, bool] = {}  # whether it has ended, by lease
         self._release_now = asyncio.Event()
         self.shares: Mapping[str, SafeShare] = {}
@@ -74,25 +84,25 @@ class ManagerLink:
         return self._up.is_set()
 
     async def admit(self, request: AdmitRequest) -> str | Refused:
-        """Ask for a lease, waiting in line; return the engine's id or why not. Raises ManagerLostError."""
-        if self._stub is None:
+        """Ask for a lease, waiting in line; return the engine's id or why not. Raises ManagerLostError.
+
+        A caller that does not want the lease any more, or gave up waiting, releases it.
+        """
+        if self._questions is None:
             raise ManagerLostError("the cache manager is not connected")
-        call = self._stub.Admit(admit_request_to_pb(request), metadata=self._metadata())
-        answering = asyncio.ensure_future(_answer(call))
-        losing = asyncio.create_task(self._down.wait())
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[str | Refused] = loop.create_future()
+        self._answers[request.lease_id] = answer
+        self._questions.put_nowait(admit_request_to_pb(request))
         try:
             with self._timed("Admit"):
-                await asyncio.wait((answering, losing), return_when=asyncio.FIRST_COMPLETED)
-                # A channel that is closed cancels its calls.
-                if not answering.done() or answering.cancelled():
-                    raise ManagerLostError("the cache manager was lost while the request waited for it")
-                answer = answering.result()
-            return outcome_from_pb(request.lease_id, answer)
+                outcome = await answer
         finally:
-            call.cancel()
-            losing.cancel()
-            answering.cancel()
-            await asyncio.wait((answering, losing))
+            del self._answers[request.lease_id]
+        if not isinstance(outcome, Refused):
+            record = LeaseRecord(request.lease_id, request.tenant, outcome, request.sequence_blocks)
+            self.held.add(record, told_s=loop.time())
+        return outcome
 
     async def watch(self) -> AsyncGenerator[ViewChange]:
         """Yield the cluster's whole state, then what changes; raises ManagerLostError when the manager is lost."""
@@ -122,7 +132,8 @@ class ManagerLink:
             await changes.aclose()
 
     def release(self, lease_id: str, *, has_ended: bool) -> None:
-        """Give a lease back, as soon as the manager can be reached."""
+        """Give a lease back, or leave the line, as soon as the manager can be reached."""
+        self.held.remove(lease_id)
         self._to_release[lease_id] = has_ended
         self._release_now.set()
 
@@ -137,10 +148,12 @@ class ManagerLink:
                     logger.warning("no cache manager: %s", reason)
                     last_reason = reason
             finally:
-                self._stub = None
+                self._stub = self._questions = None
                 self.is_learning = False
                 self._up.clear()
-                self._down.set()
+                for answer in self._answers.values():
+                    if not answer.done():
+                        answer.set_exception(ManagerLostError("the cache manager was lost before it answered"))
             end_if_cancelled()
             await asyncio.sleep(_RETRY_S)
 
@@ -148,17 +161,25 @@ class ManagerLink:
         async with open_channel(address, self._tls) as channel:
             stub = pb_grpc.CacheManagerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
             self._address = address
+            self.held.start_anew()
             while await self._beat(stub):
                 await asyncio.sleep(BEAT_S)
             logger.info("connected to the cache manager at %s", address.target)
-            self._stub = stub
-            self._down.clear()
+            self._stub, self._questions = stub, asyncio.Queue()
             self._up.set()
-            tasks = [asyncio.create_task(work(stub)) for work in (self._keep_beating, self._keep_releasing)]
+            call: _AdmitCall = stub.Admit(metadata=self._metadata())
+            works = (
+                self._keep_beating(stub),
+                self._keep_releasing(stub),
+                _keep_asking(call, self._questions),
+                self._keep_answering(call),
+            )
+            tasks = [asyncio.create_task(work) for work in works]
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 await done.pop()  # raises what the connection broke of
             finally:
+                call.cancel()
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -169,14 +190,34 @@ class ManagerLink:
         raise ManagerLostError("the cache manager stood still and learns anew")
 
     async def _beat(self, stub: pb_grpc.CacheManagerServiceStub) -> bool:
-        """Say what this router holds; return whether the manager was just started and waits for others to do so."""
-        request = pb.RenewRequest(router_id=self._router_id, leases=map(record_to_pb, self._records()))
-        with self._timed("Renew"):
-            response = await stub.Renew(request, timeout=BEAT_TIMEOUT_S, metadata=self._metadata())
+        """Tell what the manager may not know, some at a time; return whether it waits for other routers to do so."""
+        now_s = asyncio.get_running_loop().time()
+        num_renewals = math.ceil(len(self.held) * BEAT_S / (self._lease_s / 4))
+        while True:
+            records = self.held.due(-math.inf, at_most=_RECORDS_AT_ONCE)
+            if not records:
+                records = self.held.due(now_s - self._lease_s / 2, at_most=min(num_renewals, _RECORDS_AT_ONCE))
+                num_renewals -= len(records)
+            request = pb.RenewRequest(router_id=self._router_id, leases=map(record_to_pb, records))
+            with self._timed("Renew"):
+                response = await stub.Renew(request, timeout=BEAT_TIMEOUT_S, metadata=self._metadata())
+            if response.is_new:
+                self.held.start_anew()
+            self.held.note_told(records, now_s)
+            self._lease_s = response.lease_s
+            if len(records) < _RECORDS_AT_ONCE:
+                break
         if response.shares:  # a manager that was just started has none yet: the last ones hold
             self.shares = {name: share_from_pb(share) for name, share in response.shares.items()}
         self.is_learning = response.is_learning
         return self.is_learning
+
+    async def _keep_answering(self, call: _AdmitCall) -> None:
+        async for message in call:
+            answer = self._answers.get(message.lease_id)
+            if answer and not answer.done():
+                answer.set_result(outcome_from_pb(message))
+        raise ManagerLostError("the cache manager ended the stream")
 
     async def _keep_releasing(self, stub: pb_grpc.CacheManagerServiceStub) -> None:
         if self._to_release:
@@ -191,6 +232,7 @@ class ManagerLink:
                 await stub.Release(request, timeout=BEAT_TIMEOUT_S, metadata=self._metadata())
             for lease_id in batch:
                 self._to_release.pop(lease_id)
+            await asyncio.sleep(_RELEASE_PERIOD_S)
 
     @contextlib.contextmanager
     def _timed(self, rpc: str) -> Iterator[None]:
@@ -205,8 +247,10 @@ class ManagerLink:
         return self._address.metadata
 
 
-async def _answer(call: grpc.aio.UnaryUnaryCall[pb.AdmitRequest, pb.AdmitResponse]) -> pb.AdmitResponse:
-    try:
-        return await call
-    except grpc.RpcError as error:
-        raise ManagerLostError(f"the cache manager did not answer: {error}") from error
+async def _keep_asking(call: _AdmitCall, questions: asyncio.Queue[pb.AdmitRequest]) -> None:
+    while True:
+        question = await questions.get()
+        try:
+            await call.write(question)
+        except asyncio.InvalidStateError as error:  # what gRPC says of a call that is over
+            raise ManagerLostError("the cache manager ended the stream") from error

@@ -44,7 +44,10 @@ class PrefixAffinity:
     def note(self, engine_id: str, runs: Sequence[int]) -> None:
         """Remember that a prompt of these runs went to an engine."""
         for run in reversed(runs):
-            engines = self._sent.setdefault(run, {})
+            engines = self._sent.get(run)
+            if engines is None:
+                self._sent[run] = {engine_id: None}
+                continue
             self._sent.move_to_end(run)
             engines.pop(engine_id, None)
             engines[engine_id] = None

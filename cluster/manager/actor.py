@@ -27,8 +27,9 @@ from kvorum.cluster.manager.types import TenantLimits
 
 ACTOR_NAME = "kvorum-cache-manager"
 ACTOR_NAMESPACE = "kvorum"
-# A lease that its router does not renew, and whose sequences never arrived, is taken back after this.
-LEASE_S = 10.0
+# A lease that its router, though it is there, does not renew is taken back after this: something went wrong. Most
+# requests are over before their leases are renewed even once.
+LEASE_S = 300.0
 # An engine that lost its connection has this long to come back before its leases are taken for lost.
 ENGINE_GRACE_S = 10.0
 _CALL_TIMEOUT_S = 5.0

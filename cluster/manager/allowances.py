@@ -33,8 +33,10 @@ class _Link:
 
     def exposure(self, tenant: str) -> int:
         """Return the most that the engine may believe of a tenant."""
-        known = (self.acknowledged, self.wanted, *(directive.allowances for directive in self.sent))
-        return max(allowances.get(tenant, 0) for allowances in known)
+        most = max(self.acknowledged.get(tenant, 0), self.wanted.get(tenant, 0))
+        for directive in self.sent:
+            most = max(most, directive.allowances.get(tenant, 0))
+        return most
 
 
 class Allowances:
@@ -114,7 +116,7 @@ class Allowances:
     def raise_to(self, engine_id: str, tenant: str, blocks: int, room: int) -> bool:
         """Raise one engine's allowance of a tenant to so many blocks, as far as there is room; return whether all."""
         link = self._links[engine_id]
-        possible = link.exposure(tenant) + max(0, room - self._told[tenant])
+        possible = link.told.get(tenant, 0) + max(0, room - self._told[tenant])
         if min(blocks, possible) > link.wanted.get(tenant, 0):
             self._want(engine_id, tenant, min(blocks, possible))
         return blocks <= possible

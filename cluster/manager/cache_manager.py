@@ -4,7 +4,7 @@ A request's way:
  1. `admit`: what can never fit, or comes too often, is refused at once; else it stands in its tenant's line, which is
     usually empty, and is served at once if its tenant's limits and some engine allow.
  2. Granted, it reserves blocks on one engine (ledger.py). The engine is told to make room if it must (Directive). The
-    router prolongs the lease by `renew`; the engine reports when its sequences arrive and end.
+    router keeps the lease by `renew`; the engine reports when its sequences arrive and end.
  3. `release` or the lease's end gives the blocks back, and those in line are served.
 
 Ceilings bound what a tenant reserves and what its elastic sequences may hold beyond that: reserved + allowances (as
@@ -27,6 +27,7 @@ from kvorum.cluster.manager.ledger import Engine, Ledger
 from kvorum.cluster.manager.lifetimes import Lifetimes
 from kvorum.cluster.manager.pacing import DIRECTIVES_PER_TICK
 from kvorum.cluster.manager.placement import Placement, Terms
+from kvorum.cluster.manager.safe_shares import Bounds, SafeShare, safe_shares
 from kvorum.cluster.manager.types import (
     AdmitRequest,
     ClusterView,
@@ -40,23 +41,23 @@ from kvorum.cluster.manager.types import (
     TenantLimits,
     Waiting,
 )
-from kvorum.cluster.manager.viewing import view_of
+from kvorum.cluster.manager.viewing import tenant_names, view_of
 from kvorum.cluster.manager.waiting_room import HOLD_AFTER_S, Tenant, WaitingRoom
 from kvorum.workers.governance import Directive, EngineReport, LeaseUse
 
 
 class CacheManager:
-    """See the module. lease_s: life of a lease that nobody renews. engine_grace_s: how long a lost engine is kept."""
+    """See the module. lease_s: life of a lease that is not renewed. engine_grace_s: how long a lost engine is kept."""
 
     def __init__(self, tenants: Collection[TenantLimits], *, lease_s: float, engine_grace_s: float) -> None:
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._engine_grace_s = engine_grace_s
         self._ledger = Ledger(tenants)
         self._ceilings = Ceilings(self._ledger, tenants)
         self._allowances = self._ceilings.allowances
         self._placement = Placement(self._ledger, self._allowances)
         self._room = WaitingRoom(tenants)
-        self._lifetimes = Lifetimes(lease_s)
+        self._lifetimes = Lifetimes()
         self._outcomes: dict[str, Granted | Refused] = {}
         # Engines that renewals named and that are not there yet.
         self._missing: set[str] = set()
@@ -189,13 +190,17 @@ class CacheManager:
         self._room.leave(request.lease_id)
         return self._remember(self._refused(request, tenant, reason, now_s), tenant, now_s)
 
-    def renew(self, records: Collection[LeaseRecord], now_s: float) -> None:
-        """Prolong leases, and take over those that are not known here; one that was just released stays so."""
+    def renew(self, router_id: str, records: Collection[LeaseRecord], now_s: float) -> bool:
+        """Note that a router is there, prolong leases of it, and take over those that are not known here.
+
+        One that was just released stays so. Returns whether the router is new here, and has to tell all it holds.
+        """
         self._lifetimes.begin(now_s)
+        is_new = self._lifetimes.hear_router(router_id, now_s)
         for record in records:
             if self._lifetimes.is_released(record.lease_id):
                 continue
-            lease = self._ledger.promise(record, now_s + self._lease_s, now_s=now_s)
+            lease = self._ledger.promise(record, now_s + self.lease_s, router_id=router_id, now_s=now_s)
             if lease:
                 self._lifetimes.watch_lease(lease)
             engine = self._ledger.engines.get(record.engine_id)
@@ -203,6 +208,15 @@ class CacheManager:
                 self._missing.add(engine.engine_id)
                 self._was_recovering = self._is_recovering(now_s)
                 self._lifetimes.keep_engine(engine, now_s + self._engine_grace_s)
+        return is_new
+
+    def safe_shares(self) -> dict[str, SafeShare]:
+        """Return what each router may give each tenant while it has to decide alone."""
+        bounds = {
+            name: Bounds(self._ledger.floor_blocks(name), self._ceilings.blocks_of(name))
+            for name in tenant_names(self._ledger, self._room)
+        }
+        return safe_shares(self._ledger.total_blocks, bounds, self.tenants, num_routers=self._lifetimes.num_routers)
 
     def release(self, lease_id: str, now_s: float, *, has_ended: bool = False) -> None:
         """End a lease, granted or waiting; nothing happens when there is none, nor if it is asked for later.
@@ -278,6 +292,9 @@ class CacheManager:
         self._allowances.allow(DIRECTIVES_PER_TICK)
         for lease_id in self._lifetimes.take_expired(self._ledger.expiry_of, now_s):
             self._end_promise(lease_id, now_s)
+        for router_id in self._lifetimes.take_gone_routers(now_s):
+            for lease_id in self._ledger.promised_to(router_id):
+                self._end_promise(lease_id, now_s)
         for engine_id in self._lifetimes.take_lost(now_s):
             self._give_up(engine_id, now_s)
         for waiter in self._room.take_overdue(now_s):
@@ -336,7 +353,8 @@ class CacheManager:
 
     def _grant(self, request: AdmitRequest, engine: Engine, now_s: float) -> Granted:
         record = LeaseRecord(request.lease_id, request.tenant, engine.engine_id, request.sequence_blocks)
-        lease = self._ledger.promise(record, now_s + self._lease_s, now_s=now_s)
+        expires_at_s = now_s + self.lease_s
+        lease = self._ledger.promise(record, expires_at_s, router_id=request.router_id, now_s=now_s)
         assert lease, "a lease is granted where it is"
         self._lifetimes.watch_lease(lease)
         self._allowances.touch(engine.engine_id)
@@ -389,7 +407,7 @@ class CacheManager:
         return view_of(self._ledger, self._ceilings, self._room)
 
     def oldest_lease_s(self, now_s: float) -> float:
-        """Return how long the oldest lease has been known; 0 without one. Costs the number of leases."""
+        """Return how long the oldest lease has been known; 0 without one."""
         return self._ledger.oldest_lease_s(now_s)
 
     def audit(self) -> None:

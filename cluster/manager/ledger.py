@@ -28,7 +28,7 @@ from kvorum.workers.governance import EngineReport, LeaseUse
 
 @dataclass(slots=True)
 class Lease:
-    """One lease on one engine. since_s: when it was first heard of here."""
+    """One lease on one engine. since_s: when it was first heard of here. router_id: who holds its promise."""
 
     lease_id: str
     tenant: str
@@ -36,6 +36,7 @@ class Lease:
     promised: tuple[int, ...] = ()
     used_blocks: int | None = None
     expires_at_s: float = 0.0
+    router_id: str = ""
 
     @property
     def blocks(self) -> int:
@@ -122,6 +123,8 @@ class Ledger:
         self.running: Counter[str] = Counter()
         self.total_blocks = 0
         self._homes: dict[str, str] = {}
+        # When each lease was first heard of, the oldest first.
+        self._since_s: dict[str, float] = {}
         self._shapes: Counter[tuple[int, int]] = Counter()
         self._index = RoomIndex()
         self._tenants = tuple(tenants)
@@ -163,6 +166,7 @@ class Ledger:
         """Forget an engine and its leases."""
         for lease in [*engine.leases.values()]:
             self._remove(engine, lease)
+            self._since_s.pop(lease.lease_id, None)
         if engine.facts:
             self._count_shape(engine, -1)
         self._index.drop(engine.engine_id)
@@ -202,24 +206,27 @@ class Ledger:
 
     def oldest_lease_s(self, now_s: float) -> float:
         """Return how long the oldest lease has been known; 0 without one."""
-        return max(
-            (now_s - lease.since_s for engine in self.engines.values() for lease in engine.leases.values()), default=0.0
-        )
+        return now_s - next(iter(self._since_s.values()), now_s)
 
-    def promise(self, record: LeaseRecord, expires_at_s: float, *, now_s: float) -> Lease | None:
+    def promise(self, record: LeaseRecord, expires_at_s: float, *, router_id: str, now_s: float) -> Lease | None:
         """Set or prolong a lease's promise; None, and nothing happens, when it is promised elsewhere."""
         home = self.home_of(record.lease_id)
         if home and home.engine_id != record.engine_id:
             return None
         if home and home.leases[record.lease_id].promised:
             lease = home.leases[record.lease_id]
-            lease.expires_at_s = max(lease.expires_at_s, expires_at_s)
+            lease.expires_at_s, lease.router_id = max(lease.expires_at_s, expires_at_s), router_id
             return lease
         engine = home or self.engine(record.engine_id)
         lease = self._take_out(engine, record.lease_id) or Lease(record.lease_id, record.tenant, now_s)
-        lease.promised, lease.expires_at_s = record.sequence_blocks, expires_at_s
+        lease.promised, lease.expires_at_s, lease.router_id = record.sequence_blocks, expires_at_s, router_id
         self._put(engine, lease)
         return lease
+
+    def promised_to(self, router_id: str) -> list[str]:
+        """Return the leases whose promises a router holds; looks at all leases."""
+        leases = (lease for engine in self.engines.values() for lease in engine.leases.values())
+        return [lease.lease_id for lease in leases if lease.promised and lease.router_id == router_id]
 
     def end_promise(self, lease_id: str) -> Lease | None:
         """End a lease's promise and return it as it was; None when there is none."""
@@ -269,7 +276,10 @@ class Ledger:
         if lease.promised or lease.used_blocks is not None:
             engine.leases[lease.lease_id] = lease
             self._homes.setdefault(lease.lease_id, engine.engine_id)
+            self._since_s.setdefault(lease.lease_id, lease.since_s)
             self._count(engine, lease, 1)
+        else:
+            self._since_s.pop(lease.lease_id, None)
 
     def _count(self, engine: Engine, lease: Lease, sign: int) -> None:
         blocks, tenant = sign * lease.blocks, lease.tenant

@@ -1,4 +1,4 @@
-"""What ends by time: leases that nobody renews, lost engines, memories of what was just answered. Pure.
+"""What ends by time: leases that nobody renews, lost engines and routers, memories of what was just answered. Pure.
 
 Heaps hold one entry for each lease and lost engine, at a time that may since have been put off, so a tick costs as much
 as what is due.
@@ -14,21 +14,24 @@ from collections.abc import Callable
 from kvorum.cluster.manager.ledger import Engine, Lease
 from kvorum.cluster.manager.types import Refused
 
-_LEASES_REMEMBERED = 2
+# A router that says nothing for so long is gone, and its leases with it.
+ROUTER_TIMEOUT_S = 10.0
+# For so long a message that was overtaken by its lease's release may still come.
+RELEASE_MEMORY_S = 20.0
 _LOOKS_AT_ONCE = 2_000
 # A refusal is the answer to a question that was sent twice, not to one that is asked again.
 _REFUSAL_MEMORY_S = 1.0
 
 
 class Lifetimes:
-    """Times of one manager; a released lease is remembered for twice as long as one lives."""
+    """Times of one manager."""
 
-    def __init__(self, lease_s: float) -> None:
-        self._memory_s = _LEASES_REMEMBERED * lease_s
+    def __init__(self) -> None:
         self._started_s = math.inf
         self._leases: list[tuple[float, str]] = []
         self._watched: set[str] = set()
         self._engines: list[tuple[float, str]] = []
+        self._routers: dict[str, float] = {}
         self._released: OrderedDict[str, float] = OrderedDict()
         self._refused: OrderedDict[str, tuple[float, Refused]] = OrderedDict()
 
@@ -78,11 +81,29 @@ class Lifetimes:
             lost.append(heapq.heappop(self._engines)[1])
         return lost
 
+    def hear_router(self, router_id: str, now_s: float) -> bool:
+        """Note that a router is there; return whether that is news."""
+        is_new = router_id not in self._routers
+        self._routers[router_id] = now_s
+        return is_new
+
+    @property
+    def num_routers(self) -> int:
+        """Routers that are there."""
+        return len(self._routers)
+
+    def take_gone_routers(self, now_s: float) -> list[str]:
+        """Return routers that have said nothing for too long."""
+        gone = [router_id for router_id, heard_s in self._routers.items() if heard_s <= now_s - ROUTER_TIMEOUT_S]
+        for router_id in gone:
+            del self._routers[router_id]
+        return gone
+
     def remember_release(self, lease_id: str, now_s: float) -> None:
         """Keep in mind that a lease is over, and forget those of long ago."""
         self._released[lease_id] = now_s
         self._released.move_to_end(lease_id)
-        while next(iter(self._released.values())) < now_s - self._memory_s:
+        while next(iter(self._released.values())) < now_s - RELEASE_MEMORY_S:
             self._released.popitem(last=False)
 
     def is_released(self, lease_id: str) -> bool:

@@ -45,7 +45,7 @@ class AdmitRequest:
 
     sequence_blocks: for each sequence of the request the blocks to reserve. tokens: prompt and answer of all sequences,
     what it counts against its tenant's share of service. max_wait_s: how long it may stand in line. priority: lower is
-    first within its tenant. prefix_runs: digests of the prompt's beginnings (prefix_affinity.py).
+    first within its tenant. prefix_runs: digests of the prompt's beginnings (prefix_affinity.py). router_id: who asks.
     """
 
     lease_id: str
@@ -55,6 +55,7 @@ class AdmitRequest:
     max_wait_s: float
     priority: int = 0
     prefix_runs: tuple[int, ...] = ()
+    router_id: str = ""
 
     @property
     def blocks(self) -> int:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from kvorum.cluster.manager.ceilings import Ceilings
 from kvorum.cluster.manager.ledger import Engine, Ledger
 from kvorum.cluster.manager.types import ClusterView, EngineView, TenantView
 from kvorum.cluster.manager.waiting_room import WaitingRoom
-from kvorum.workers.governance import TenantUse
+
+
+def tenant_names(ledger: Ledger, room: WaitingRoom) -> set[str]:
+    """Return tenants that there are, and those that are gone but still run something."""
+    return {*room.tenants, *(name for name, blocks in ledger.reserved.items() if blocks)}
 
 
 def view_of(ledger: Ledger, ceilings: Ceilings, room: WaitingRoom) -> ClusterView:
@@ -16,17 +21,20 @@ def view_of(ledger: Ledger, ceilings: Ceilings, room: WaitingRoom) -> ClusterVie
     engines = [ledger.engines[name] for name in sorted(ledger.engines)]
     served = {name: tenant.served.amount for name, tenant in room.tenants.items()}
     everything = sum(served.values())
-    names = {*room.tenants, *(name for name, blocks in ledger.reserved.items() if blocks)}
+    held, cached = Counter[str](), Counter[str]()
+    for engine in engines:
+        for name, use in engine.report.tenants.items():
+            held[name] += use.held
+            cached[name] += use.cached
     tenants = []
-    for name in sorted(names):
-        uses = [engine.report.tenants.get(name, TenantUse()) for engine in engines]
+    for name in sorted(tenant_names(ledger, room)):
         tenant = room.tenants.get(name)
         tenants.append(
             TenantView(
                 tenant=name,
-                held_blocks=sum(use.held for use in uses),
+                held_blocks=held[name],
                 reserved_blocks=ledger.reserved[name],
-                cached_blocks=sum(use.cached for use in uses),
+                cached_blocks=cached[name],
                 floor_blocks=ledger.floor_blocks(name),
                 ceiling_blocks=ceilings.blocks_of(name),
                 num_running=ledger.running[name],

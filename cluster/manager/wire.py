@@ -71,6 +71,7 @@ def admit_request_to_pb(request: AdmitRequest) -> pb.AdmitRequest:
         max_wait_s=request.max_wait_s,
         priority=request.priority,
         prefix_runs=request.prefix_runs,
+        router_id=request.router_id,
     )
 
 
@@ -84,30 +85,32 @@ def admit_request_from_pb(message: pb.AdmitRequest) -> AdmitRequest:
         max_wait_s=message.max_wait_s,
         priority=message.priority,
         prefix_runs=tuple(message.prefix_runs),
+        router_id=message.router_id,
     )
 
 
 def outcome_to_pb(outcome: Granted | Refused) -> pb.AdmitResponse:
     """Write the answer to an AdmitRequest."""
     if isinstance(outcome, Granted):
-        return pb.AdmitResponse(grant=pb.Grant(engine_id=outcome.engine_id))
+        return pb.AdmitResponse(lease_id=outcome.lease_id, grant=pb.Grant(engine_id=outcome.engine_id))
     return pb.AdmitResponse(
+        lease_id=outcome.lease_id,
         refusal=pb.Refusal(
             reason=_REASON_PREFIX + outcome.reason.name,
             message=outcome.message,
             retry_after_s=outcome.retry_after_s,
-        )
+        ),
     )
 
 
-def outcome_from_pb(lease_id: str, message: pb.AdmitResponse) -> str | Refused:
+def outcome_from_pb(message: pb.AdmitResponse) -> str | Refused:
     """Read the answer to an AdmitRequest: the engine's id, or why not."""
     if message.WhichOneof("outcome") == "grant":
         return message.grant.engine_id
     refusal = message.refusal
     reason = Refusal[pb.RefusalReason.Name(refusal.reason).removeprefix(_REASON_PREFIX)]
     retry_after_s = refusal.retry_after_s if refusal.HasField("retry_after_s") else None
-    return Refused(lease_id, reason, refusal.message, retry_after_s)
+    return Refused(message.lease_id, reason, refusal.message, retry_after_s)
 
 
 _REASON_PREFIX = "REFUSAL_REASON_"

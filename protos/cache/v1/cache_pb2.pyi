@@ -29,7 +29,7 @@ REFUSAL_REASON_DEADLINE: RefusalReason
 REFUSAL_REASON_UNKNOWN_TENANT: RefusalReason
 
 class AdmitRequest(_message.Message):
-    __slots__ = ("lease_id", "tenant", "sequence_blocks", "tokens", "max_wait_s", "priority", "prefix_runs")
+    __slots__ = ("lease_id", "tenant", "sequence_blocks", "tokens", "max_wait_s", "priority", "prefix_runs", "router_id")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class AdmitRequest(_message.Message):
     MAX_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PREFIX_RUNS_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     tenant: str
     sequence_blocks: _containers.RepeatedScalarFieldContainer[int]
@@ -44,15 +45,18 @@ class AdmitRequest(_message.Message):
     max_wait_s: float
     priority: int
     prefix_runs: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, lease_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sequence_blocks: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., max_wait_s: _Optional[float] = ..., priority: _Optional[int] = ..., prefix_runs: _Optional[_Iterable[int]] = ...) -> None: ...
+    router_id: str
+    def __init__(self, lease_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sequence_blocks: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., max_wait_s: _Optional[float] = ..., priority: _Optional[int] = ..., prefix_runs: _Optional[_Iterable[int]] = ..., router_id: _Optional[str] = ...) -> None: ...
 
 class AdmitResponse(_message.Message):
-    __slots__ = ("grant", "refusal")
+    __slots__ = ("lease_id", "grant", "refusal")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
     grant: Grant
     refusal: Refusal
-    def __init__(self, grant: _Optional[_Union[Grant, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[str] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("engine_id",)
@@ -91,7 +95,7 @@ class LeaseRecord(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., tenant: _Optional[str] = ..., engine_id: _Optional[str] = ..., sequence_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RenewResponse(_message.Message):
-    __slots__ = ("shares", "is_learning")
+    __slots__ = ("shares", "is_learning", "lease_s", "is_new")
     class SharesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -101,9 +105,13 @@ class RenewResponse(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[SafeShare, _Mapping]] = ...) -> None: ...
     SHARES_FIELD_NUMBER: _ClassVar[int]
     IS_LEARNING_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    IS_NEW_FIELD_NUMBER: _ClassVar[int]
     shares: _containers.MessageMap[str, SafeShare]
     is_learning: bool
-    def __init__(self, shares: _Optional[_Mapping[str, SafeShare]] = ..., is_learning: _Optional[bool] = ...) -> None: ...
+    lease_s: float
+    is_new: bool
+    def __init__(self, shares: _Optional[_Mapping[str, SafeShare]] = ..., is_learning: _Optional[bool] = ..., lease_s: _Optional[float] = ..., is_new: _Optional[bool] = ...) -> None: ...
 
 class SafeShare(_message.Message):
     __slots__ = ("blocks", "max_running", "max_requests_per_minute")

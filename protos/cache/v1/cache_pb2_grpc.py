@@ -35,7 +35,7 @@ class CacheManagerServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Admit = channel.unary_unary(
+        self.Admit = channel.stream_stream(
                 '/kvorum.cache.v1.CacheManagerService/Admit',
                 request_serializer=kvorum_dot_protos_dot_cache_dot_v1_dot_cache__pb2.AdmitRequest.SerializeToString,
                 response_deserializer=kvorum_dot_protos_dot_cache_dot_v1_dot_cache__pb2.AdmitResponse.FromString,
@@ -66,16 +66,19 @@ class CacheManagerServiceServicer:
     """The one cache manager of a cluster. Every call brings the cluster's token in its metadata, `authorization: Bearer …`.
     """
 
-    def Admit(self, request, context):
-        """Admit: leave to run a request on an engine. Waits in line as long as the request may; idempotent by lease id.
+    def Admit(self, request_iterator, context):
+        """Admit: a router asks for leave to run requests on engines. Each is answered once it is decided, after standing in
+        line as long as it may, so answers come in any order; idempotent by lease id. What still waits leaves the line with
+        its Release, or with the stream. A stream, since a call for each request takes twice the time of both ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Renew: a router says which leases it holds, every second or so; what the manager does not know of them it takes from
-        here. Also how either side notices that the other is gone.
+        """Renew: a router says that it is there, twice a second or so, and which leases it holds: all when it connects or is
+        asked to, after that each one before it expires. What the manager does not know of them it takes from here. Also how
+        either side notices that the other is gone; the leases of a router that is gone end after ten seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,7 +110,7 @@ class CacheManagerServiceServicer:
 
 def add_CacheManagerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Admit': grpc.unary_unary_rpc_method_handler(
+            'Admit': grpc.stream_stream_rpc_method_handler(
                     servicer.Admit,
                     request_deserializer=kvorum_dot_protos_dot_cache_dot_v1_dot_cache__pb2.AdmitRequest.FromString,
                     response_serializer=kvorum_dot_protos_dot_cache_dot_v1_dot_cache__pb2.AdmitResponse.SerializeToString,
@@ -145,7 +148,7 @@ class CacheManagerService:
     """
 
     @staticmethod
-    def Admit(request,
+    def Admit(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -155,8 +158,8 @@ class CacheManagerService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/kvorum.cache.v1.CacheManagerService/Admit',
             kvorum_dot_protos_dot_cache_dot_v1_dot_cache__pb2.AdmitRequest.SerializeToString,

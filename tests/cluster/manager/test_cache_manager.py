@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvorum.cluster.manager.cache_manager import CacheManager
+from kvorum.cluster.manager.lifetimes import ROUTER_TIMEOUT_S
 from kvorum.cluster.manager.types import (
     AdmitRequest,
     EngineFacts,
@@ -298,16 +299,16 @@ class TestRecovery:
     def test_snapshots_and_renewals_give_the_same_books_in_any_order(self) -> None:
         record = LeaseRecord("a", "t", "e0", (10, 10))
         first, second = (CacheManager((TenantLimits("t"),), lease_s=LEASE_S, engine_grace_s=GRACE_S) for _ in range(2))
-        first.renew([record], 0.0)
+        first.renew("r", [record], 0.0)
         connect(first, "e0", LeaseUse("a", "t", 10))
         connect(second, "e0", LeaseUse("a", "t", 10))
-        second.renew([record], 0.0)
+        second.renew("r", [record], 0.0)
         assert first.view() == second.view()
         assert first.view().engines[0].reserved_blocks == 20
 
     def test_while_an_engine_is_missing_only_what_is_certainly_free_is_given(self) -> None:
         manager = CacheManager((TenantLimits("t"),), lease_s=LEASE_S, engine_grace_s=GRACE_S)
-        manager.renew([LeaseRecord("a", "t", "gone", (10,))], 0.0)
+        manager.renew("r", [LeaseRecord("a", "t", "gone", (10,))], 0.0)
         manager.connect(EngineFacts("e0", 1, 40, 9), EngineReport(40, 5, 3), (), 0.0)
         assert ask(manager, "b", 10) == Waiting("b")
         assert served(manager, GRACE_S) == ["b"]
@@ -316,7 +317,7 @@ class TestRecovery:
         manager = manager_of()
         ask(manager, "a")
         manager.release("a", 1.0)
-        manager.renew([LeaseRecord("a", "t", "e0", (10,))], 2.0)
+        manager.renew("r", [LeaseRecord("a", "t", "e0", (10,))], 2.0)
         assert manager.view().engines[0].reserved_blocks == 0
 
     def test_a_late_commit_counts_until_the_engine_says_that_it_ended(self) -> None:
@@ -341,7 +342,7 @@ class TestRecovery:
         assert manager.oldest_lease_s(5.0) == 0.0
         ask(manager, "old", now_s=10.0)
         ask(manager, "new", now_s=14.0)
-        manager.renew([LeaseRecord("old", "t", "e0", (10,)), LeaseRecord("new", "t", "e0", (10,))], 15.0)
+        manager.renew("r", [LeaseRecord("old", "t", "e0", (10,)), LeaseRecord("new", "t", "e0", (10,))], 15.0)
         changes = LeaseChanges((LeaseUse("old", "t", 10),), ())
         manager.take_report("e0", 1, 1, EngineReport(40, 30, 0), changes, 16.0)
         assert manager.oldest_lease_s(18.0) == 8.0
@@ -355,6 +356,24 @@ class TestRecovery:
         ask(manager, "b", 40)
         assert served(manager, LEASE_S - 0.1) == []
         assert served(manager, LEASE_S) == ["b"]
+
+    def test_the_leases_of_a_router_that_is_gone_end_before_their_time(self) -> None:
+        manager = CacheManager((TenantLimits("t"),), lease_s=1000.0, engine_grace_s=GRACE_S)
+        connect(manager, "e0")
+        assert [manager.renew(name, [], 0.0) for name in ("gone", "here", "here")] == [True, True, False]
+        for name in ("gone", "here"):
+            manager.admit(AdmitRequest(f"of-{name}", "t", (10,), 160, 0.0, router_id=name), 0.0)
+        changes = LeaseChanges((LeaseUse("of-here", "t", 10), LeaseUse("of-gone", "t", 10)))
+        manager.take_report("e0", 1, 1, EngineReport(40, 20, 0), changes, 1.0)
+        manager.renew("here", [], 0.9 * ROUTER_TIMEOUT_S)
+        manager.tick(ROUTER_TIMEOUT_S)
+        assert manager.safe_shares()["t"].blocks == 40
+        assert manager.view().engines[0].reserved_blocks == 20  # the engine still has its sequences
+        changes = LeaseChanges((), ("of-here", "of-gone"))
+        manager.take_report("e0", 1, 2, EngineReport(40, 40, 0), changes, ROUTER_TIMEOUT_S)
+        assert manager.view().engines[0].reserved_blocks == 10
+        assert manager.renew("gone", [], ROUTER_TIMEOUT_S), "it has to tell what it holds"
+        assert manager.safe_shares()["t"].blocks == 20
 
     def test_without_any_engine_one_waits_at_the_start_and_is_refused_later(self) -> None:
         manager = CacheManager((TenantLimits("t"),), lease_s=LEASE_S, engine_grace_s=GRACE_S)

@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from kvorum.cluster import manager_link
 from kvorum.cluster.certs_command import run as run_certs
 from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.manager import pacing
@@ -29,7 +30,7 @@ from kvorum.cluster.tenants import DEFAULT_TENANT, Tenant, hash_key
 from kvorum.protos.cache.v1 import cache_pb2 as pb
 from kvorum.protos.cache.v1 import cache_pb2_grpc as pb_grpc
 from kvtest.counting import samples_of
-from kvtest.managed import ManagedCluster, managed_cluster
+from kvtest.managed import LEASE_S, ManagedCluster, managed_cluster
 from kvtest.servers import http_client
 from kvtest.waiting import eventually
 
@@ -55,7 +56,7 @@ async def _codes_without(metadata: tuple[tuple[str, str], ...], address: Manager
     async with grpc.aio.insecure_channel(address.target) as channel:
         stub: Any = pb_grpc.CacheManagerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
         calls = [
-            stub.Admit(pb.AdmitRequest(lease_id="x", tenant=DEFAULT_TENANT, sequence_blocks=[1]), metadata=metadata),
+            stub.Admit(metadata=metadata),
             stub.Renew(pb.RenewRequest(router_id="x"), metadata=metadata),
             stub.Release(pb.ReleaseRequest(lease_ids=["x"]), metadata=metadata),
             stub.Watch(pb.WatchRequest(), metadata=metadata),
@@ -72,8 +73,9 @@ def test_a_manager_that_learns_what_runs_grants_nothing() -> None:
         address = await cluster.manager.find()
         async with grpc.aio.insecure_channel(address.target) as channel:
             stub: Any = pb_grpc.CacheManagerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
-            request = pb.AdmitRequest(lease_id="x", tenant=DEFAULT_TENANT, sequence_blocks=[1])
-            assert await stub.Admit(request, metadata=address.metadata).code() is grpc.StatusCode.UNAVAILABLE
+            call = stub.Admit(metadata=address.metadata)
+            await call.write(pb.AdmitRequest(lease_id="x", tenant=DEFAULT_TENANT, sequence_blocks=[1]))
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
             assert (await stub.Renew(pb.RenewRequest(router_id="x"), metadata=address.metadata)).is_learning
 
     run(scenario)
@@ -98,13 +100,21 @@ def test_a_manager_that_stood_still_learns_anew() -> None:
             await after(LEARN_S / 4)
         await after(STALL_S / 2)
         assert known == [True] * 9 + [False] * 4
-        request = pb.AdmitRequest(lease_id="waits", tenant=DEFAULT_TENANT, sequence_blocks=[1], max_wait_s=60.0)
-        waiting = asyncio.create_task(server.admit(request))
+        questions: asyncio.Queue[str] = asyncio.Queue()
+
+        async def asked() -> AsyncIterator[pb.AdmitRequest]:
+            while True:
+                name = await questions.get()
+                yield pb.AdmitRequest(lease_id=name, tenant=DEFAULT_TENANT, sequence_blocks=[1], max_wait_s=60.0)
+
+        serving = asyncio.create_task(server.admit(asked(), asyncio.Queue()))
+        questions.put_nowait("waits")
         await eventually(lambda: bool(manager.view().tenants[0].num_waiting))
         now_s[0] += 2 * STALL_S
+        await eventually(lambda: not manager.view().tenants[0].num_waiting)
+        questions.put_nowait("comes too early")
         with pytest.raises(LearningError):
-            await waiting
-        assert not manager.view().tenants[0].num_waiting
+            await serving
         await server.stop()
 
     asyncio.run(main())
@@ -194,8 +204,11 @@ def test_the_same_question_twice_gets_one_lease() -> None:
         request = admit_request_to_pb(AdmitRequest("same", DEFAULT_TENANT, (5,), 80, 1.0))
         async with open_channel(address, None) as channel:
             stub: Any = pb_grpc.CacheManagerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
-            answers = [await stub.Admit(request, metadata=address.metadata) for _ in range(3)]
-            assert {answer.grant.engine_id for answer in answers} == {"engine-0"}
+            calls = [stub.Admit(metadata=address.metadata) for _ in range(2)]
+            for call in (*calls, calls[0]):
+                await call.write(request)
+                answer = await call.read()
+                assert (answer.lease_id, answer.grant.engine_id) == ("same", "engine-0")
             assert cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 5
             for _ in range(2):
                 await stub.Release(pb.ReleaseRequest(lease_ids=["same", "never"]), metadata=address.metadata)
@@ -206,13 +219,49 @@ def test_the_same_question_twice_gets_one_lease() -> None:
 
 def test_a_lease_that_nobody_uses_or_renews_is_taken_back() -> None:
     async def scenario(cluster: ManagedCluster) -> None:
-        link = ManagerLink(cluster.manager.find, router_id="gone", records=list)
+        link = ManagerLink(cluster.manager.find, router_id="gone")
         running = asyncio.create_task(link.run())
         await eventually(lambda: link.is_up)
         answer = await link.admit(AdmitRequest("forgotten", DEFAULT_TENANT, (5,), 80, 1.0))
         assert not isinstance(answer, Refused)
         running.cancel()
         await eventually(lambda: cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 0)
+
+    run(scenario)
+
+
+def test_a_lease_lasts_as_long_as_its_router_holds_it() -> None:
+    async def scenario(cluster: ManagedCluster) -> None:
+        link = ManagerLink(cluster.manager.find, router_id="r")
+        running = asyncio.create_task(link.run())
+        await eventually(lambda: link.is_up)
+        await link.admit(AdmitRequest("held", DEFAULT_TENANT, (5,), 80, 1.0, router_id="r"))
+        for _ in range(5):
+            await asyncio.sleep(LEASE_S / 2)
+            assert cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 5
+        cluster.manager.manager.release("held", 0.0)
+        link.held.add(LeaseRecord("alone", DEFAULT_TENANT, "engine-0", (7,)))  # decided without the manager
+        await eventually(lambda: cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 7)
+        link.held.remove("alone")  # forgotten, not released
+        await eventually(lambda: cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 0)
+        running.cancel()
+
+    run(scenario)
+
+
+def test_a_router_that_the_manager_has_forgotten_tells_it_all_again() -> None:
+    async def scenario(cluster: ManagedCluster) -> None:
+        link = ManagerLink(cluster.manager.find, router_id="r")
+        for number in range(manager_link._RECORDS_AT_ONCE + 3):
+            link.held.add(LeaseRecord(f"lease-{number}", DEFAULT_TENANT, "engine-0", (0, 1)))
+        running = asyncio.create_task(link.run())
+        await eventually(lambda: cluster.manager.tenant(DEFAULT_TENANT).num_running == len(link.held))
+        manager = cluster.manager.manager
+        manager._lifetimes._routers["r"] = -math.inf
+        manager.tick(asyncio.get_running_loop().time())
+        assert not cluster.manager.tenant(DEFAULT_TENANT).num_running
+        await eventually(lambda: cluster.manager.tenant(DEFAULT_TENANT).num_running == len(link.held))
+        running.cancel()
 
     run(scenario)
 
@@ -253,8 +302,7 @@ def test_a_router_leaves_a_manager_that_learns_anew() -> None:
 
 def test_what_a_lost_connection_left_to_release_is_released_with_the_next() -> None:
     async def scenario(cluster: ManagedCluster) -> None:
-        record = LeaseRecord("kept", DEFAULT_TENANT, "engine-0", (5,))
-        link = ManagerLink(cluster.manager.find, router_id="r", records=lambda: [record])
+        link = ManagerLink(cluster.manager.find, router_id="r")
         running = asyncio.create_task(link.run())
         await eventually(lambda: link.is_up)
         await link.admit(AdmitRequest("kept", DEFAULT_TENANT, (5,), 80, 1.0))

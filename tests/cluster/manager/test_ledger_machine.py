@@ -85,8 +85,10 @@ class ModelEngine:
 class ModelRouter:
     """One router: the leases that it holds, what it asked for, and when it last renewed."""
 
+    router_id: str
     renewed_s: float = 0.0
     records: dict[str, LeaseRecord] = field(default_factory=dict)
+    told_s: dict[str, float] = field(default_factory=dict)  # by lease, when the manager last heard of it
     asked: dict[str, AdmitRequest] = field(default_factory=dict)
     waiting: list[AdmitRequest] = field(default_factory=list)  # for a manager to ask
 
@@ -98,7 +100,7 @@ class LossyCluster(RuleBasedStateMachine):
         super().__init__()
         self.now_s = 0.0
         self.engines = {name: ModelEngine(name) for name in ENGINES}
-        self.routers = {name: ModelRouter() for name in ROUTERS}
+        self.routers = {name: ModelRouter(name) for name in ROUTERS}
         self.knows_s = 0.0
         self.granted_on: dict[str, str] = {}
         self.num_asked = 0
@@ -133,6 +135,7 @@ class LossyCluster(RuleBasedStateMachine):
                 router.asked.pop(lease_id, None)
                 record = LeaseRecord(lease_id, request.tenant, engine_id, request.sequence_blocks)
                 router.records[lease_id] = record
+                router.told_s[lease_id] = self.now_s
 
     def held(self, data: st.DataObject) -> tuple[ModelRouter, LeaseRecord]:
         """Draw a lease that some router holds."""
@@ -210,7 +213,8 @@ class LossyCluster(RuleBasedStateMachine):
     )
     def ask(self, name: str, tenant: str, blocks: int, wait: bool) -> None:
         self.num_asked += 1
-        request = AdmitRequest(f"lease-{self.num_asked}", tenant, (blocks,), 16 * blocks, 30.0 if wait else 0.0)
+        lease_id, wait_s = f"lease-{self.num_asked}", 30.0 if wait else 0.0
+        request = AdmitRequest(lease_id, tenant, (blocks,), 16 * blocks, wait_s, router_id=name)
         self.take(self.routers[name], request, self.manager.admit(request, self.now_s))
         self.settle()
 
@@ -222,7 +226,9 @@ class LossyCluster(RuleBasedStateMachine):
         record = router.records.get(lease_id)
         request = router.asked.get(lease_id)
         if record:
-            request = AdmitRequest(lease_id, record.tenant, record.sequence_blocks, 16, 30.0)
+            request = AdmitRequest(
+                lease_id, record.tenant, record.sequence_blocks, 16, 30.0, router_id=router.router_id
+            )
         assert request
         self.take(router, request, self.manager.admit(request, self.now_s))
         self.settle()
@@ -320,7 +326,12 @@ class LossyCluster(RuleBasedStateMachine):
 
     def renew(self, router: ModelRouter) -> None:
         router.renewed_s = self.now_s
-        self.manager.renew(list(router.records.values()), self.now_s)
+        for _ in range(2):
+            until_s = self.now_s - LEASE_S / 2
+            due = [record for name, record in router.records.items() if router.told_s.get(name, -1e9) <= until_s]
+            is_new = self.manager.renew(router.router_id, due, self.now_s)
+            router.told_s = {} if is_new else router.told_s
+            router.told_s |= {record.lease_id: self.now_s for record in due}
         self.settle()
 
     @rule(first=st.sampled_from(ROUTERS))

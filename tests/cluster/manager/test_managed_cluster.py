@@ -73,9 +73,9 @@ async def answer(cluster: ManagedCluster, request: GenerationRequest, *, router:
 
 async def started(cluster: ManagedCluster, request: GenerationRequest) -> asyncio.Task[Ending]:
     """Begin to read an answer and return once its lease is there."""
-    before = len(cluster.frontend._managed._records)  # type: ignore[union-attr]
+    before = len(cluster.frontend._managed.link.held)  # type: ignore[union-attr]
     task = asyncio.create_task(answer(cluster, request))
-    await eventually(lambda: len(cluster.frontend._managed._records) > before)  # type: ignore[union-attr]
+    await eventually(lambda: len(cluster.frontend._managed.link.held) > before)  # type: ignore[union-attr]
     return task
 
 
@@ -262,7 +262,7 @@ def test_a_router_alone_stays_inside_the_tenants_share() -> None:
         first = await started(cluster, plan(cluster, "first", tenant="acme"))
         second = asyncio.create_task(answer(cluster, plan(cluster, "second", tenant="acme")))
         await asyncio.sleep(0.1)
-        assert len(cluster.frontend._managed._records) == 1  # type: ignore[union-attr]
+        assert len(cluster.frontend._managed.link.held) == 1  # type: ignore[union-attr]
         await asyncio.gather(first, second)
         await cluster.manager.start()
 
@@ -317,7 +317,7 @@ def test_a_router_that_knows_no_bounds_waits_for_a_manager_that_learns() -> None
         await eventually(lambda: managed.link.is_learning)
         waiting = asyncio.create_task(answer(cluster, plan(cluster, "waiting", max_tokens=50)))
         await asyncio.sleep(0.3)
-        assert not managed._records
+        assert not managed.link.held
         await waiting
         assert managed.link.is_up
 
