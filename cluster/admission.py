@@ -7,6 +7,7 @@ idempotent by the lease's id.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -107,6 +108,9 @@ class LocalAdmission:
         """Decide among the healthy engines that `engines` returns, by id."""
         self._engines = engines
         self._leases: dict[str, Lease] = {}
+        # By engine, of its leases.
+        self._sequences = Counter[str]()
+        self._blocks = Counter[str]()
         self._affinity = PrefixAffinity()
 
     @property
@@ -129,12 +133,22 @@ class LocalAdmission:
         engine_id = max(roomy, key=lambda name: (self._score(demand, roomy[name], cached.get(name, 0)), name))
         self._affinity.note(engine_id, runs)
         lease = Lease(lease_id, engine_id, demand.sequence_blocks(roomy[engine_id].info.block_size))
-        self._leases[lease_id] = lease
+        self._take(lease)
         return lease
 
     async def release(self, lease_id: str, *, has_ended: bool) -> None:
         """Give a lease back; see Admission."""
-        self._leases.pop(lease_id, None)
+        if lease := self._leases.pop(lease_id, None):
+            self._count(lease, -1)
+
+    def _take(self, lease: Lease) -> None:
+        if lease.lease_id not in self._leases:
+            self._leases[lease.lease_id] = lease
+            self._count(lease, 1)
+
+    def _count(self, lease: Lease, sign: int) -> None:
+        self._sequences[lease.engine_id] += sign * len(lease.sequence_blocks)
+        self._blocks[lease.engine_id] += sign * sum(lease.sequence_blocks)
 
     def _with_room(self, demand: Demand, engines: Mapping[str, EngineStatus]) -> Mapping[str, EngineStatus]:
         """Return the engines that can take all of a request's sequences; raise CapacityError when there is none."""
@@ -155,9 +169,7 @@ class LocalAdmission:
 
     def _in_line(self, status: EngineStatus) -> int:
         """Return the sequences that an engine runs or queues, those included that it has not reported yet."""
-        leases = (lease for lease in self._leases.values() if lease.engine_id == status.info.engine_id)
-        in_flight = sum(len(lease.sequence_blocks) for lease in leases)
-        return max(status.stats.num_running + status.stats.num_waiting, in_flight)
+        return max(status.stats.num_running + status.stats.num_waiting, self._sequences[status.info.engine_id])
 
     def _score(self, demand: Demand, status: EngineStatus, cached_runs: int) -> float:
         """Add up the share of the prompt that is probably cached and the share of blocks that are free, less the queue.
@@ -166,8 +178,7 @@ class LocalAdmission:
         was granted counts at once, before the engine's reports show it.
         """
         info, stats = status.info, status.stats
-        leases = [lease for lease in self._leases.values() if lease.engine_id == info.engine_id]
-        held = max(stats.blocks_held, sum(sum(lease.sequence_blocks) for lease in leases))
+        held = max(stats.blocks_held, self._blocks[info.engine_id])
         return (
             cached_runs * RUN_TOKENS / max(1, len(demand.prompt))
             + (1 - held / info.num_blocks)

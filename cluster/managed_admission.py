@@ -150,7 +150,7 @@ class _SafeMode(LocalAdmission):
 
     def note(self, lease: Lease, tenant: str) -> None:
         """Take in a lease, whoever granted it."""
-        self._leases[lease.lease_id] = lease
+        self._take(lease)
         self._tenants[lease.lease_id] = tenant
 
     async def release(self, lease_id: str, *, has_ended: bool) -> None:
@@ -192,9 +192,7 @@ class _SafeMode(LocalAdmission):
             raise CapacityError("the tenant sent as many requests as it may", retry_after_s=wait_s)
 
     def _free_blocks(self, status: EngineStatus) -> int:
-        leases = (lease for lease in self._leases.values() if lease.engine_id == status.info.engine_id)
-        reserved = sum(sum(lease.sequence_blocks) for lease in leases)
-        return status.info.num_blocks - max(status.stats.blocks_held, reserved)
+        return status.info.num_blocks - max(status.stats.blocks_held, self._blocks[status.info.engine_id])
 
 
 def _raise_refusal(refused: Refused) -> NoReturn:

@@ -140,8 +140,8 @@ def long_prompt() -> list[int]:
 
 @pytest.fixture(scope="module")
 def evicted(long_prompt: list[int]) -> tuple[dict[str, Answer], Recorder]:
-    """H2O at three budgets side by side, in float64 so that no two scores tie by rounding."""
-    items = [request(str(budget), long_prompt, max_tokens=201, kv=KVParams("h2o", budget)) for budget in (64, 128, 256)]
+    """H2O at two budgets side by side, in float64 so that no two scores tie by rounding."""
+    items = [request(str(budget), long_prompt, max_tokens=201, kv=KVParams("h2o", budget)) for budget in (64, 256)]
 
     async def go() -> tuple[dict[str, Answer], Recorder]:
         async with rig(embedded_backend(torch.float64), num_blocks=320) as it:
@@ -159,14 +159,7 @@ def prefilled(long_prompt: list[int]) -> tuple[SlowDecoder, torch.Tensor]:
     return decoder, decoder.run(long_prompt, None, evict=False)
 
 
-@pytest.mark.parametrize(
-    ("index", "budget"),
-    [
-        (0, 64),
-        pytest.param(1, 128, marks=pytest.mark.slow),
-        pytest.param(2, 256, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("index", "budget"), [(0, 64), pytest.param(1, 256, marks=pytest.mark.slow)])
 def test_h2o_keeps_what_the_slow_decoder_keeps(
     evicted: tuple[dict[str, Answer], Recorder], prefilled: tuple[SlowDecoder, torch.Tensor], index: int, budget: int
 ) -> None:
@@ -179,7 +172,7 @@ def test_h2o_keeps_what_the_slow_decoder_keeps(
     assert recorder.kept[SeqId(index)][1:] == kept
 
 
-@pytest.mark.parametrize(("index", "budget"), [(0, 64), (1, 128), (2, 256)])
+@pytest.mark.parametrize(("index", "budget"), [(0, 64), (1, 256)])
 def test_h2o_holds_no_more_blocks_than_its_budget_needs_and_its_receipt_agrees(
     evicted: tuple[dict[str, Answer], Recorder], index: int, budget: int
 ) -> None:
