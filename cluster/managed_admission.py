@@ -1,14 +1,15 @@
 """Admission by the cluster's cache manager; without it, by this router alone and inside safe bounds.
 
 While the manager cannot be reached a router admits by its engines' own free blocks, inside the share that each tenant
-last had; what does not fit, or comes too often, waits. The manager's return reconciles: it hears of the leases with the
-next beat. A router that was never told of shares knows no bounds; it waits for a manager that is there but still learns
-what runs.
+last had; what does not fit, or comes too often, waits. The manager's return reconciles: it hears of these leases with
+the first beat. A router that was never told of shares knows no bounds; it waits for a manager that is there but still
+learns what runs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import NoReturn
@@ -76,17 +77,16 @@ class ManagedAdmission:
             self.link.release(lease_id, has_ended=has_ended)
 
     async def _admit(self, demand: Demand) -> Lease:
-        # Ids of their own for each try: what a manager that was lost decided for one must not be taken for another's.
-        number = 0
+        # Ids of their own for each try: what a manager that was lost decided for one, and is told to release, must not
+        # be taken for another's.
+        lease_ids = (f"{demand.lease_id}.{number}" for number in itertools.count(1))
         while True:
             engines = self._engines()
             check_fits(demand, engines)
-            number += 1
-            lease_id = f"{demand.lease_id}.{number}"
             try:
-                lease = await self._ask_manager(demand, engines, lease_id)
+                lease = await self._ask_manager(demand, engines, next(lease_ids))
             except ManagerLostError:
-                lease = self._decide_alone(demand, engines, lease_id)
+                lease = self._decide_alone(demand, engines, next(lease_ids))
             if lease is not None:
                 self._safe.note(lease, demand.tenant)
                 return lease
@@ -106,11 +106,11 @@ class ManagedAdmission:
             prefix_runs=prefix_runs(demand.prompt, demand.cache_salt),
             router_id=self._router_id,
         )
+        answer = await self.link.admit(request)
+        if isinstance(answer, Refused):
+            _raise_refusal(answer)
         has_engine = False
         try:
-            answer = await self.link.admit(request)
-            if isinstance(answer, Refused):
-                _raise_refusal(answer)
             has_engine = await self._is_connected(answer)
             return Lease(lease_id, answer, blocks) if has_engine else None
         finally:

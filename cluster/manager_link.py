@@ -13,6 +13,7 @@ import contextlib
 import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from itertools import islice
 
 import grpc
 import grpc.aio
@@ -45,8 +46,11 @@ _RETRY_S = 0.1
 # A lease is renewed after half of its life, or within the quarter that follows where all were due together. The manager
 # takes half a millisecond for so many, and admits nobody meanwhile.
 _RECORDS_AT_ONCE = 100
+# While the manager learns it admits nobody anyway, and waits for all.
+_RECORDS_WHILE_IT_LEARNS = 2_000
 # Leases that are given back sooner after others go together, so that a call for each does not keep the manager busy.
 _RELEASE_PERIOD_S = 0.02
+_RELEASES_AT_ONCE = 1_000
 
 
 class ManagerLink:
@@ -86,7 +90,7 @@ class ManagerLink:
     async def admit(self, request: AdmitRequest) -> str | Refused:
         """Ask for a lease, waiting in line; return the engine's id or why not. Raises ManagerLostError.
 
-        A caller that does not want the lease any more, or gave up waiting, releases it.
+        What was not answered, because the caller gave up or the manager was lost, is released.
         """
         if self._questions is None:
             raise ManagerLostError("the cache manager is not connected")
@@ -97,6 +101,9 @@ class ManagerLink:
         try:
             with self._timed("Admit"):
                 outcome = await answer
+        except BaseException:
+            self.release(request.lease_id, has_ended=False)
+            raise
         finally:
             del self._answers[request.lease_id]
         if not isinstance(outcome, Refused):
@@ -147,6 +154,8 @@ class ManagerLink:
                 if (reason := str(error)) != last_reason:
                     logger.warning("no cache manager: %s", reason)
                     last_reason = reason
+            except Exception:
+                logger.exception("the connection to the cache manager failed")  # a new one may not
             finally:
                 self._stub = self._questions = None
                 self.is_learning = False
@@ -194,22 +203,25 @@ class ManagerLink:
         now_s = asyncio.get_running_loop().time()
         num_renewals = math.ceil(len(self.held) * BEAT_S / (self._lease_s / 4))
         while True:
-            records = self.held.due(-math.inf, at_most=_RECORDS_AT_ONCE)
+            at_once = _RECORDS_WHILE_IT_LEARNS if self.is_learning else _RECORDS_AT_ONCE
+            records = self.held.due(-math.inf, at_most=at_once)
             if not records:
-                records = self.held.due(now_s - self._lease_s / 2, at_most=min(num_renewals, _RECORDS_AT_ONCE))
+                records = self.held.due(now_s - self._lease_s / 2, at_most=min(num_renewals, at_once))
                 num_renewals -= len(records)
-            request = pb.RenewRequest(router_id=self._router_id, leases=map(record_to_pb, records))
+            has_more = len(records) == at_once
+            leases = map(record_to_pb, records)
+            request = pb.RenewRequest(router_id=self._router_id, leases=leases, has_more=has_more)
             with self._timed("Renew"):
                 response = await stub.Renew(request, timeout=BEAT_TIMEOUT_S, metadata=self._metadata())
             if response.is_new:
                 self.held.start_anew()
             self.held.note_told(records, now_s)
             self._lease_s = response.lease_s
-            if len(records) < _RECORDS_AT_ONCE:
+            self.is_learning = response.is_learning
+            if not has_more:
                 break
         if response.shares:  # a manager that was just started has none yet: the last ones hold
             self.shares = {name: share_from_pb(share) for name, share in response.shares.items()}
-        self.is_learning = response.is_learning
         return self.is_learning
 
     async def _keep_answering(self, call: _AdmitCall) -> None:
@@ -225,13 +237,16 @@ class ManagerLink:
         while True:
             await self._release_now.wait()
             self._release_now.clear()
-            batch = dict(self._to_release)
+            batch = dict(islice(self._to_release.items(), _RELEASES_AT_ONCE))
             ended = [lease_id for lease_id, has_ended in batch.items() if has_ended]
             request = pb.ReleaseRequest(lease_ids=batch, ended_lease_ids=ended)
             with self._timed("Release"):
                 await stub.Release(request, timeout=BEAT_TIMEOUT_S, metadata=self._metadata())
-            for lease_id in batch:
-                self._to_release.pop(lease_id)
+            for lease_id, has_ended in batch.items():
+                if self._to_release[lease_id] == has_ended:  # else it was seen to end meanwhile
+                    del self._to_release[lease_id]
+            if self._to_release:
+                self._release_now.set()
             await asyncio.sleep(_RELEASE_PERIOD_S)
 
     @contextlib.contextmanager

@@ -19,12 +19,13 @@ Every method takes the time and none waits; whoever calls sends on `take_outcome
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping
 
 from kvorum.cluster.manager.ceilings import Ceilings
 from kvorum.cluster.manager.fairness import Waiter
 from kvorum.cluster.manager.ledger import Engine, Ledger
-from kvorum.cluster.manager.lifetimes import Lifetimes
+from kvorum.cluster.manager.lifetimes import LOOKS_AT_ONCE, Lifetimes
 from kvorum.cluster.manager.pacing import DIRECTIVES_PER_TICK
 from kvorum.cluster.manager.placement import Placement, Terms
 from kvorum.cluster.manager.safe_shares import Bounds, SafeShare, safe_shares
@@ -68,6 +69,8 @@ class CacheManager:
         # Heads for which an engine is kept, by tenant.
         self._holds: dict[str, tuple[Waiter, str]] = {}
         self._was_recovering = False
+        # Leases of routers that are gone, to be ended by and by.
+        self._orphans: deque[str] = deque()
 
     @property
     def tenants(self) -> Mapping[str, TenantLimits]:
@@ -173,6 +176,8 @@ class CacheManager:
     def admit(self, request: AdmitRequest, now_s: float) -> Outcome:
         """Decide on a request; the same answer again for an id that has one, as far as it still holds."""
         self._lifetimes.begin(now_s)
+        if request.router_id:
+            self._lifetimes.hear_router(request.router_id, now_s)
         if known := self._known_outcome(request, now_s):
             return known
         tenant = self._room.tenants.get(request.tenant)
@@ -196,10 +201,13 @@ class CacheManager:
         One that was just released stays so. Returns whether the router is new here, and has to tell all it holds.
         """
         self._lifetimes.begin(now_s)
-        is_new = self._lifetimes.hear_router(router_id, now_s)
+        is_new = self._lifetimes.meet_router(router_id, now_s)
         for record in records:
             if self._lifetimes.is_released(record.lease_id):
                 continue
+            self.cancel(record.lease_id)
+            if self._ledger.holder_of(record.lease_id) is None:
+                self._ceilings.reconsider(record.tenant)
             lease = self._ledger.promise(record, now_s + self.lease_s, router_id=router_id, now_s=now_s)
             if lease:
                 self._lifetimes.watch_lease(lease)
@@ -216,7 +224,7 @@ class CacheManager:
             name: Bounds(self._ledger.floor_blocks(name), self._ceilings.blocks_of(name))
             for name in tenant_names(self._ledger, self._room)
         }
-        return safe_shares(self._ledger.total_blocks, bounds, self.tenants, num_routers=self._lifetimes.num_routers)
+        return safe_shares(self._ledger.total_blocks, bounds, self.tenants, num_routers=len(self._lifetimes.routers))
 
     def release(self, lease_id: str, now_s: float, *, has_ended: bool = False) -> None:
         """End a lease, granted or waiting; nothing happens when there is none, nor if it is asked for later.
@@ -292,9 +300,7 @@ class CacheManager:
         self._allowances.allow(DIRECTIVES_PER_TICK)
         for lease_id in self._lifetimes.take_expired(self._ledger.expiry_of, now_s):
             self._end_promise(lease_id, now_s)
-        for router_id in self._lifetimes.take_gone_routers(now_s):
-            for lease_id in self._ledger.promised_to(router_id):
-                self._end_promise(lease_id, now_s)
+        self._end_gone_routers(now_s)
         for engine_id in self._lifetimes.take_lost(now_s):
             self._give_up(engine_id, now_s)
         for waiter in self._room.take_overdue(now_s):
@@ -307,6 +313,20 @@ class CacheManager:
             self._room.try_all_again()
         self._serve(now_s)
         self._hold_engines(now_s)
+
+    def _end_gone_routers(self, now_s: float) -> None:
+        if gone := self._lifetimes.take_gone_routers(now_s):
+            self._room.leave_of(gone)
+            self._orphans.extend(self._ledger.promised_to(gone))
+        for _ in range(min(len(self._orphans), LOOKS_AT_ONCE)):
+            lease_id = self._orphans.popleft()
+            holder = self._ledger.holder_of(lease_id)
+            if holder is not None and holder not in self._lifetimes.routers:
+                self._end_promise(lease_id, now_s)
+
+    def resume(self, now_s: float) -> None:
+        """Go on after a standstill, in which nobody could be heard."""
+        self._lifetimes.hear_all_routers(now_s)
 
     def take_outcomes(self) -> list[Granted | Refused]:
         """Return what became of requests that waited, once."""

@@ -1,8 +1,8 @@
 """What tenants have at most: reserved blocks and elastic allowances together stay below each ceiling. Pure.
 
-Allowances follow demand once a second, or as often as all engines can be told, by price (shares.py); where they are in
-the way of a request they are lowered at once, and the request waits until the engines have acknowledged that. So that
-most requests need not wait, a part of the ceiling is never given away as allowances.
+Allowances follow demand about once a second, or as often as all engines can be told, by price (shares.py); where they
+are in the way of a request they are lowered at once, and the request waits until the engines have acknowledged that. So
+that most requests need not wait, a part of the ceiling is never given away as allowances.
 """
 
 from __future__ import annotations
@@ -88,6 +88,11 @@ class Ceilings:
             ceiling, elastic = self.blocks_of(tenant), _use(report, tenant).elastic
             assert ceiling is not None, "it has a limit"
             self.allowances.raise_to(engine_id, tenant, elastic, ceiling - self._ledger.reserved[tenant])
+
+    def reconsider(self, tenant: str) -> None:
+        """Share a tenant's room anew: it has reserved something that was not asked for here."""
+        if tenant in self._limits:
+            self._due.setdefault(tenant, 0)
 
     def forget(self, engine_id: str) -> None:
         """Share out nothing to an engine that is not connected any more."""

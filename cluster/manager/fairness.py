@@ -42,9 +42,9 @@ class Line:
         return lease_id in self._waiters
 
     @property
-    def lease_ids(self) -> tuple[str, ...]:
+    def waiters(self) -> tuple[Waiter, ...]:
         """Who waits."""
-        return tuple(self._waiters)
+        return tuple(self._waiters.values())
 
     @property
     def head(self) -> Waiter | None:

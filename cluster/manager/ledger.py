@@ -223,10 +223,15 @@ class Ledger:
         self._put(engine, lease)
         return lease
 
-    def promised_to(self, router_id: str) -> list[str]:
-        """Return the leases whose promises a router holds; looks at all leases."""
+    def promised_to(self, router_ids: Collection[str]) -> list[str]:
+        """Return the leases whose promises these routers hold; looks at all leases."""
         leases = (lease for engine in self.engines.values() for lease in engine.leases.values())
-        return [lease.lease_id for lease in leases if lease.promised and lease.router_id == router_id]
+        return [lease.lease_id for lease in leases if lease.promised and lease.router_id in router_ids]
+
+    def holder_of(self, lease_id: str) -> str | None:
+        """Return the router that holds a lease's promise; None when there is none."""
+        engine = self.home_of(lease_id)
+        return engine.leases[lease_id].router_id if engine and engine.leases[lease_id].promised else None
 
     def end_promise(self, lease_id: str) -> Lease | None:
         """End a lease's promise and return it as it was; None when there is none."""

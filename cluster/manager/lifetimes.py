@@ -1,7 +1,7 @@
 """What ends by time: leases that nobody renews, lost engines and routers, memories of what was just answered. Pure.
 
 Heaps hold one entry for each lease and lost engine, at a time that may since have been put off, so a tick costs as much
-as what is due.
+as what is due; that of a lease which is over stays until it would first have expired.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvorum.cluster.manager.ledger import Engine, Lease
 from kvorum.cluster.manager.types import Refused
@@ -18,7 +18,7 @@ from kvorum.cluster.manager.types import Refused
 ROUTER_TIMEOUT_S = 10.0
 # For so long a message that was overtaken by its lease's release may still come.
 RELEASE_MEMORY_S = 20.0
-_LOOKS_AT_ONCE = 2_000
+LOOKS_AT_ONCE = 2_000
 # A refusal is the answer to a question that was sent twice, not to one that is asked again.
 _REFUSAL_MEMORY_S = 1.0
 
@@ -31,7 +31,9 @@ class Lifetimes:
         self._leases: list[tuple[float, str]] = []
         self._watched: set[str] = set()
         self._engines: list[tuple[float, str]] = []
+        # When each router was last heard of, and those that have told what they hold.
         self._routers: dict[str, float] = {}
+        self._met: set[str] = set()
         self._released: OrderedDict[str, float] = OrderedDict()
         self._refused: OrderedDict[str, tuple[float, Refused]] = OrderedDict()
 
@@ -55,7 +57,7 @@ class Lifetimes:
         Where very many are due together, some are left to the next call.
         """
         expired: list[str] = []
-        for _ in range(_LOOKS_AT_ONCE):
+        for _ in range(LOOKS_AT_ONCE):
             if not self._leases or self._leases[0][0] > now_s:
                 break
             lease_id = self._leases[0][1]
@@ -81,22 +83,32 @@ class Lifetimes:
             lost.append(heapq.heappop(self._engines)[1])
         return lost
 
-    def hear_router(self, router_id: str, now_s: float) -> bool:
-        """Note that a router is there; return whether that is news."""
-        is_new = router_id not in self._routers
+    def hear_router(self, router_id: str, now_s: float) -> None:
+        """Note that a router is there."""
         self._routers[router_id] = now_s
+
+    def meet_router(self, router_id: str, now_s: float) -> bool:
+        """Note that a router tells what it holds; return whether it has not done so before."""
+        self.hear_router(router_id, now_s)
+        is_new = router_id not in self._met
+        self._met.add(router_id)
         return is_new
 
+    def hear_all_routers(self, now_s: float) -> None:
+        """Let none be gone yet."""
+        self._routers = dict.fromkeys(self._routers, now_s)
+
     @property
-    def num_routers(self) -> int:
+    def routers(self) -> Collection[str]:
         """Routers that are there."""
-        return len(self._routers)
+        return self._routers.keys()
 
     def take_gone_routers(self, now_s: float) -> list[str]:
         """Return routers that have said nothing for too long."""
         gone = [router_id for router_id, heard_s in self._routers.items() if heard_s <= now_s - ROUTER_TIMEOUT_S]
         for router_id in gone:
             del self._routers[router_id]
+            self._met.discard(router_id)
         return gone
 
     def remember_release(self, lease_id: str, now_s: float) -> None:

@@ -28,6 +28,7 @@ import grpc.aio
 
 from kvorum.cluster.manager import pacing
 from kvorum.cluster.manager.cache_manager import CacheManager
+from kvorum.cluster.manager.lifetimes import ROUTER_TIMEOUT_S
 from kvorum.cluster.manager.safe_shares import SafeShare
 from kvorum.cluster.manager.tls import ControlTls, server_credentials
 from kvorum.cluster.manager.types import AdmitRequest, ClusterView, Outcome, TenantLimits, Waiting
@@ -55,6 +56,8 @@ logger = logging.getLogger(__name__)
 # without it.
 LEARN_S = 2.0
 STALL_S = 0.9
+# A router that has more to tell is waited for so long, again and again, but not longer than one that is gone.
+MORE_S = 1.0
 WATCH_PERIOD_S = 0.5
 SHARES_PERIOD_S = 0.5
 
@@ -132,9 +135,10 @@ class ManagerServer:
         self._tls = tls
         self._clock = clock
         self._learn_s = learn_s
-        self._knows_s = self._seen_s = math.inf
+        self._knows_s = self._learns_until_s = self._seen_s = math.inf
         # Where the answer for a lease that waits goes: mostly one stream, two when its router's connection broke.
         self._waiting: dict[str, set[asyncio.Queue[pb.AdmitResponse]]] = {}
+        self._asking: set[asyncio.Timeout] = set()
         self._engines: dict[str, _EngineLink] = {}
         self._shares: Mapping[str, SafeShare] = {}
         self._shares_until_s = 0.0
@@ -152,6 +156,7 @@ class ManagerServer:
         self._server = server
         self._seen_s = self._clock()
         self._knows_s = self._seen_s + self._learn_s
+        self._learns_until_s = self._seen_s + ROUTER_TIMEOUT_S
         self._ticking = asyncio.create_task(self._tick())
         return bound
 
@@ -175,28 +180,39 @@ class ManagerServer:
         return self._now() < self._knows_s
 
     def _now(self) -> float:
-        """Return the time. After a standstill routers have to tell again what they hold, and nobody is in line."""
+        """Return the time. After a standstill routers have to tell again what they hold, and who waits is sent away."""
         now_s = self._clock()
         if now_s - self._seen_s > STALL_S:
             self._knows_s = now_s + self._learn_s
-            for lease_id in self._waiting:  # routers learn of it with their next beat
+            self._learns_until_s = now_s + ROUTER_TIMEOUT_S
+            self.manager.resume(now_s)
+            for lease_id in self._waiting:
                 self.manager.cancel(lease_id)
-            self._waiting.clear()
+            for stream in self._asking:
+                if not stream.expired():
+                    stream.reschedule(asyncio.get_running_loop().time())
         self._seen_s = now_s
         return now_s
 
     async def admit(self, messages: AsyncIterator[pb.AdmitRequest], outbox: asyncio.Queue[pb.AdmitResponse]) -> None:
-        """Decide on what one router asks, until its stream ends. Raises LearningError."""
+        """Decide on what one router asks, until its stream ends. Raises LearningError, also after a standstill."""
+        stream = asyncio.timeout(None)
         try:
-            async for message in messages:
-                self._admit(admit_request_from_pb(message), outbox)
+            async with stream:
+                self._asking.add(stream)
+                async for message in messages:
+                    self._admit(admit_request_from_pb(message), outbox)
+        except TimeoutError:
+            raise LearningError from None
         finally:
-            now_s = self._now()
+            self._asking.discard(stream)
+            now_s = self._clock()
             for lease_id, outboxes in [*self._waiting.items()]:
                 outboxes.discard(outbox)
                 if not outboxes:
                     del self._waiting[lease_id]
                     self.manager.release(lease_id, now_s)
+            self._settle()
 
     def _admit(self, request: AdmitRequest, outbox: asyncio.Queue[pb.AdmitResponse]) -> None:
         if self.is_learning:
@@ -214,6 +230,8 @@ class ManagerServer:
         is_new = self.manager.renew(message.router_id, [record_from_pb(record) for record in message.leases], now_s)
         self._settle()
         is_learning = self.is_learning
+        if is_learning and message.has_more:
+            self._knows_s = min(max(self._knows_s, now_s + MORE_S), self._learns_until_s)
         shares = {} if is_learning else self._safe_shares(now_s)
         return pb.RenewResponse(
             shares={name: share_to_pb(share) for name, share in shares.items()},
@@ -301,8 +319,11 @@ class ManagerServer:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(pacing.TICK_S)
-            self.manager.tick(self._now())
-            self._settle()
+            try:
+                self.manager.tick(self._now())
+                self._settle()
+            except Exception:
+                logger.exception("a tick failed")  # the next one may not: without any nothing would ever end
 
     def _settle(self) -> None:
         """Send what the manager has decided."""

@@ -70,7 +70,7 @@ class WaitingRoom:
         orphans = []
         for name in self.tenants.keys() - fresh.keys():
             tenant = self.tenants[name]
-            orphans += [self.leave(lease_id).request for lease_id in tenant.line.lease_ids]
+            orphans += [self.leave(waiter.request.lease_id).request for waiter in tenant.line.waiters]
             self._counters.forget(name)
             del self.tenants[name]
         for name, each in fresh.items():
@@ -102,6 +102,13 @@ class WaitingRoom:
         if not len(line):
             del self._in_line[name]
         return waiter
+
+    def leave_of(self, router_ids: Collection[str]) -> None:
+        """Take the requests of routers that are gone out of their lines."""
+        waiters = [waiter for tenant in self.in_line for waiter in tenant.line.waiters]
+        for waiter in waiters:
+            if waiter.request.router_id in router_ids:
+                self.leave(waiter.request.lease_id)
 
     def is_waiting(self, lease_id: str) -> bool:
         """Whether a request is in line."""

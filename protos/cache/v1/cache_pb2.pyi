@@ -75,12 +75,14 @@ class Refusal(_message.Message):
     def __init__(self, reason: _Optional[_Union[RefusalReason, str]] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("router_id", "leases")
+    __slots__ = ("router_id", "leases", "has_more")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
+    HAS_MORE_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     leases: _containers.RepeatedCompositeFieldContainer[LeaseRecord]
-    def __init__(self, router_id: _Optional[str] = ..., leases: _Optional[_Iterable[_Union[LeaseRecord, _Mapping]]] = ...) -> None: ...
+    has_more: bool
+    def __init__(self, router_id: _Optional[str] = ..., leases: _Optional[_Iterable[_Union[LeaseRecord, _Mapping]]] = ..., has_more: _Optional[bool] = ...) -> None: ...
 
 class LeaseRecord(_message.Message):
     __slots__ = ("lease_id", "tenant", "engine_id", "sequence_blocks")

@@ -375,6 +375,49 @@ class TestRecovery:
         assert manager.renew("gone", [], ROUTER_TIMEOUT_S), "it has to tell what it holds"
         assert manager.safe_shares()["t"].blocks == 20
 
+    def test_nothing_is_granted_to_a_router_that_is_gone(self) -> None:
+        manager = CacheManager((TenantLimits("t"),), lease_s=1000.0, engine_grace_s=GRACE_S)
+        connect(manager, "e0")
+        manager.renew("gone", [], 0.0)
+        for name in ("held", "waits"):
+            manager.admit(AdmitRequest(name, "t", (40,), 640, 100.0, router_id="gone"), 0.0)
+        assert served(manager, ROUTER_TIMEOUT_S) == []
+        assert manager.view().engines[0].reserved_blocks == 0
+        manager.admit(AdmitRequest("late", "t", (40,), 640, 100.0, router_id="gone"), 20.0)
+        assert manager.view().engines[0].reserved_blocks == 40
+        manager.tick(20.0 + ROUTER_TIMEOUT_S)
+        assert manager.view().engines[0].reserved_blocks == 0
+
+    def test_a_router_that_comes_back_in_time_keeps_its_leases(self) -> None:
+        manager = CacheManager((TenantLimits("t"),), lease_s=1000.0, engine_grace_s=GRACE_S)
+        connect(manager, "e0")
+        manager.renew("r", [], 0.0)
+        manager.admit(AdmitRequest("a", "t", (10,), 160, 0.0, router_id="r"), 0.0)
+        manager.resume(2 * ROUTER_TIMEOUT_S)  # it was the manager that stood still
+        manager.tick(2 * ROUTER_TIMEOUT_S)
+        assert manager.view().engines[0].reserved_blocks == 10
+
+    def test_what_a_router_decided_alone_leaves_the_line(self) -> None:
+        manager = manager_of(engines=2)
+        for name in ("e0", "e1"):
+            ask(manager, f"fills-{name}", 40)
+        assert ask(manager, "x") == Waiting("x")
+        manager.renew("r", [LeaseRecord("x", "t", "e1", (10,))], 1.0)
+        for name in ("e0", "e1"):
+            manager.release(f"fills-{name}", 1.0)
+        assert served(manager, 1.0) == []
+        assert sum(engine.reserved_blocks for engine in manager.view().engines) == 10
+
+    def test_what_a_renewal_brings_lowers_the_allowances_of_its_tenant(self) -> None:
+        manager = CacheManager([TenantLimits("t", ceiling=40)], lease_s=LEASE_S, engine_grace_s=GRACE_S)
+        report = EngineReport(40, 10, 0, tenants={"t": TenantUse(30, 0, 30, 0, (30, *[0] * (NUM_WORTH_BINS - 1)))})
+        manager.connect(EngineFacts("e0", 1, 40, 100), report, (), 0.0)
+        assert manager.take_directives(0.0)["e0"].allowances["t"] >= 30
+        manager.acknowledge("e0", 1, 1)
+        manager.renew("r", [LeaseRecord("a", "t", "e0", (20,))], 0.1)
+        manager.tick(2.0)
+        assert manager.take_directives(2.0)["e0"].allowances["t"] <= 20
+
     def test_without_any_engine_one_waits_at_the_start_and_is_refused_later(self) -> None:
         manager = CacheManager((TenantLimits("t"),), lease_s=LEASE_S, engine_grace_s=GRACE_S)
         assert ask(manager, "a") == Waiting("a")

@@ -20,7 +20,8 @@ from kvorum.cluster.config import ClusterConfig
 from kvorum.cluster.manager import pacing
 from kvorum.cluster.manager.cache_manager import CacheManager
 from kvorum.cluster.manager.channel import ManagerAddress, ManagerLostError, open_channel
-from kvorum.cluster.manager.service import LEARN_S, STALL_S, LearningError, ManagerServer, _EngineLink
+from kvorum.cluster.manager.lifetimes import ROUTER_TIMEOUT_S
+from kvorum.cluster.manager.service import LEARN_S, MORE_S, STALL_S, LearningError, ManagerServer, _EngineLink
 from kvorum.cluster.manager.tls import read_tls
 from kvorum.cluster.manager.types import AdmitRequest, LeaseRecord, Refused, TenantLimits
 from kvorum.cluster.manager.watching import ViewChange
@@ -100,24 +101,80 @@ def test_a_manager_that_stood_still_learns_anew() -> None:
             await after(LEARN_S / 4)
         await after(STALL_S / 2)
         assert known == [True] * 9 + [False] * 4
-        questions: asyncio.Queue[str] = asyncio.Queue()
 
         async def asked() -> AsyncIterator[pb.AdmitRequest]:
-            while True:
-                name = await questions.get()
-                yield pb.AdmitRequest(lease_id=name, tenant=DEFAULT_TENANT, sequence_blocks=[1], max_wait_s=60.0)
+            yield pb.AdmitRequest(lease_id="waits", tenant=DEFAULT_TENANT, sequence_blocks=[1], max_wait_s=60.0)
+            await asyncio.Event().wait()
 
         serving = asyncio.create_task(server.admit(asked(), asyncio.Queue()))
-        questions.put_nowait("waits")
         await eventually(lambda: bool(manager.view().tenants[0].num_waiting))
         now_s[0] += 2 * STALL_S
-        await eventually(lambda: not manager.view().tenants[0].num_waiting)
-        questions.put_nowait("comes too early")
         with pytest.raises(LearningError):
             await serving
+        assert not manager.view().tenants[0].num_waiting
         await server.stop()
 
     asyncio.run(main())
+
+
+def test_a_manager_learns_until_routers_have_told_all_but_not_for_ever() -> None:
+    async def main() -> None:
+        now_s = [100.0]
+        manager = CacheManager([TenantLimits(DEFAULT_TENANT)], lease_s=30.0, engine_grace_s=1.0)
+        server = ManagerServer(manager, token="t", learn_s=LEARN_S, clock=lambda: now_s[0])
+        await server.start("127.0.0.1")
+
+        async def is_learning_after(seconds: float, *, has_more: bool) -> bool:
+            for _ in range(round(2 * seconds)):
+                now_s[0] += 0.5
+                server.renew(pb.RenewRequest(router_id="r", has_more=has_more))
+            return server.is_learning
+
+        assert await is_learning_after(LEARN_S - 1.0, has_more=False)
+        assert await is_learning_after(3.0, has_more=True)
+        assert await is_learning_after(0.5, has_more=False)
+        assert not await is_learning_after(MORE_S, has_more=False)
+        now_s[0] += 2 * STALL_S
+        assert await is_learning_after(ROUTER_TIMEOUT_S - 1.0, has_more=True)
+        assert not await is_learning_after(2.0, has_more=True)
+        await server.stop()
+
+    asyncio.run(main())
+
+
+def test_a_tick_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        manager = CacheManager([TenantLimits(DEFAULT_TENANT)], lease_s=30.0, engine_grace_s=1.0)
+        server = ManagerServer(manager, token="t")
+        failing = [ValueError("once")]
+
+        def tick(now_s: float) -> None:
+            if failing:
+                raise failing.pop()
+            manager.set_tenants([])
+
+        manager.tick = tick  # type: ignore[method-assign]
+        await server.start("127.0.0.1")
+        await eventually(lambda: not manager.tenants)
+        await server.stop()
+
+    asyncio.run(main())
+    assert "a tick failed" in caplog.text
+
+
+def test_a_router_connects_again_whatever_went_wrong(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(cluster: ManagedCluster) -> None:
+        link = ManagerLink(cluster.manager.find, router_id="r")
+        with monkeypatch.context() as broken:
+            broken.setattr(manager_link, "share_from_pb", None)
+            running = asyncio.create_task(link.run())
+            await eventually(lambda: "connection to the cache manager failed" in caplog.text)
+        await eventually(lambda: link.is_up)
+        running.cancel()
+
+    run(scenario)
 
 
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),), (("authorization", "Bearer "),)])

@@ -305,6 +305,23 @@ def test_a_manager_that_was_just_started_is_told_what_runs_before_it_is_asked_an
     run(scenario, num_routers=2)
 
 
+def test_what_was_decided_without_the_manager_stays_reserved_when_it_is_back() -> None:
+    async def scenario(cluster: ManagedCluster) -> None:
+        managed = cluster.frontend._managed
+        assert managed
+        await cluster.manager.kill()
+        await eventually(lambda: not managed.link.is_up)
+        reading = await started(cluster, plan(cluster, "alone", max_tokens=400))
+        await cluster.manager.start()
+        await eventually(lambda: managed.link.is_up and not managed.link._to_release)
+        assert _reserved(cluster) == BLOCKS_OF[400]
+        assert not reading.done()
+        assert cluster.manager.manager._ledger.promised_to([managed.link._router_id])
+        await reading
+
+    run(scenario)
+
+
 def test_a_router_that_knows_no_bounds_waits_for_a_manager_that_learns() -> None:
     async def scenario(cluster: ManagedCluster) -> None:
         managed = cluster.frontend._managed
