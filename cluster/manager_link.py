@@ -71,7 +71,6 @@ class ManagerLink:
         self._on_answer = on_answer
         self._address: ManagerAddress | None = None
         self._stub: pb_grpc.CacheManagerServiceStub | None = None
-        self._up = asyncio.Event()
         # What is to be asked, while there is somebody to ask, and who waits for an answer, by lease.
         self._questions: asyncio.Queue[pb.AdmitRequest] | None = None
         self._answers: dict[str, asyncio.Future[str | Refused]] = {}
@@ -85,7 +84,7 @@ class ManagerLink:
     @property
     def is_up(self) -> bool:
         """Whether the last beat was answered."""
-        return self._up.is_set()
+        return self._questions is not None
 
     async def admit(self, request: AdmitRequest) -> str | Refused:
         """Ask for a lease, waiting in line; return the engine's id or why not. Raises ManagerLostError.
@@ -159,7 +158,6 @@ class ManagerLink:
             finally:
                 self._stub = self._questions = None
                 self.is_learning = False
-                self._up.clear()
                 for answer in self._answers.values():
                     if not answer.done():
                         answer.set_exception(ManagerLostError("the cache manager was lost before it answered"))
@@ -175,7 +173,6 @@ class ManagerLink:
                 await asyncio.sleep(BEAT_S)
             logger.info("connected to the cache manager at %s", address.target)
             self._stub, self._questions = stub, asyncio.Queue()
-            self._up.set()
             call: _AdmitCall = stub.Admit(metadata=self._metadata())
             works = (
                 self._keep_beating(stub),

@@ -351,6 +351,8 @@ class Ledger:
         assert reserved == +self.reserved, "reserved blocks of the cluster"
         assert running == +self.running, "leases of the cluster"
         assert self.total_blocks == sum(engine.total_blocks for engine in self.engines.values()), "total blocks"
+        held = {lease_id for engine in self.engines.values() for lease_id in engine.leases}
+        assert self._since_s.keys() == held, "ages of leases"
         for lease_id, engine_id in self._homes.items():
             assert lease_id in self.engines[engine_id].leases, f"lease {lease_id} is not at home"
 
