@@ -19,15 +19,13 @@
 #include <type_traits>
 #include <vector>
 
+#include "group_dots.h"
 #include "simd.h"
 #include "team.h"
 
 namespace kvorum {
 
-enum Format : int32_t { F32 = 0, BF16 = 1, Q8 = 2, Q4_1 = 3, Q4_0 = 4 };
-
-constexpr int GROUP = 32;           // inputs that share a scale
-constexpr int ROWS_AT_ONCE = 96;    // rows whose activations stay in the cache while the panels pass
+constexpr int ROWS_AT_ONCE = 96;   // rows whose activations stay in the cache while the panels pass
 
 // A packed weight [num_outputs, num_inputs]; bias may be null.
 struct Linear {
@@ -55,7 +53,7 @@ struct Run {
     bool as_bytes;
 };
 
-#if defined(KVORUM_BYTE_DOTS)
+#if defined(KVORUM_BYTE_DOTS) || defined(KVORUM_AVX2)
 constexpr bool HAS_BYTE_DOTS = true;
 #else
 constexpr bool HAS_BYTE_DOTS = false;
@@ -70,6 +68,7 @@ struct Rows {
     const int8_t* bytes;    // [rows][num_inputs]
     const float* scales;    // [rows][num_inputs / GROUP]
     const int32_t* sums;    // the same shape: of a group's whole numbers
+    const float* totals;    // and these times their scale
 };
 
 // Room for quantised rows.
@@ -78,7 +77,7 @@ class QuantisedRows {
     void reserve(long rows, long inputs) {
         if (words_.size() < size_t(rows * inputs)) words_.resize(rows * inputs), bytes_.resize(rows * inputs);
         const long groups = rows * ((inputs + GROUP - 1) / GROUP);
-        if (scales_.size() < size_t(groups)) scales_.resize(groups), sums_.resize(groups);
+        if (scales_.size() < size_t(groups)) scales_.resize(groups), sums_.resize(groups), totals_.resize(groups);
     }
 
     // Quantise this member's share of the rows; the team needs a barrier before it reads them.
@@ -96,8 +95,9 @@ class QuantisedRows {
                     int32_t& sum = sums_[row * groups + group];
                     if (run.as_bytes) quantise(x, 127.0f, &bytes_[at], scale, sum);
                     else quantise(x, 32767.0f, &words_[at], scale, sum), reorder(&words_[at]);
+                    totals_[row * groups + group] = scale * float(sum);
                 }
-        return {values, stride, &runs, words_.data(), bytes_.data(), scales_.data(), sums_.data()};
+        return {values, stride, &runs, words_.data(), bytes_.data(), scales_.data(), sums_.data(), totals_.data()};
     }
 
   private:
@@ -122,6 +122,7 @@ class QuantisedRows {
     std::vector<int8_t> bytes_;
     std::vector<float> scales_;
     std::vector<int32_t> sums_;
+    std::vector<float> totals_;
 };
 
 // acc[r][p] += sum over k of a[r * lda + k] * w[p][k * stride + 0..15], k in order. ahead: how many numbers further on
@@ -165,35 +166,10 @@ KVORUM_INLINE void accumulate_quantised(F16 (&acc)[R][P], const Rows& x, const T
 #pragma GCC unroll 8
             for (int p = 0; p < P; ++p)
                 dots[r][p] = splat_int(FORMAT == Q8 ? -128 * x.sums[(row + r) * groups + group] : 0);
-        const T* a = whole + row * inputs + group * GROUP;
-        if constexpr (FORMAT == Q8) {
-#pragma GCC unroll 2
-            for (int quad = 0; quad < GROUP / 4; ++quad) {
-                U64 column[P];
+        const uint8_t* quads[P];
 #pragma GCC unroll 8
-                for (int p = 0; p < P; ++p) column[p] = load_bytes(w[p] + at + HEADER + quad * 64);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-                    for (int p = 0; p < P; ++p) dots[r][p] = dot(dots[r][p], column[p], a + r * inputs + 4 * quad);
-            }
-        } else {
-#pragma GCC unroll 2
-            for (int octet = 0; octet < GROUP / 8; ++octet) {
-                U64 low[P], high[P];
-#pragma GCC unroll 8
-                for (int p = 0; p < P; ++p) {
-                    const U64 both = load_bytes(w[p] + at + HEADER + octet * 64);
-                    low[p] = low_nibbles(both), high[p] = high_nibbles(both);
-                }
-#pragma GCC unroll 8
-                for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-                    for (int p = 0; p < P; ++p)
-                        dots[r][p] = dot(dot(dots[r][p], low[p], a + r * inputs + 8 * octet), high[p],
-                                         a + r * inputs + 8 * octet + 4);
-            }
-        }
+        for (int p = 0; p < P; ++p) quads[p] = w[p] + at + HEADER;
+        group_dots<FORMAT>(dots, quads, whole + row * inputs + group * GROUP, inputs);
         F16 scale[P], least[P];
 #pragma GCC unroll 8
         for (int p = 0; p < P; ++p) {
@@ -203,11 +179,11 @@ KVORUM_INLINE void accumulate_quantised(F16 (&acc)[R][P], const Rows& x, const T
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const float step = x.scales[(row + r) * groups + group];
-            const F16 total = splat(step * float(x.sums[(row + r) * groups + group]));
+            const F16 step = splat(x.scales[(row + r) * groups + group]);
+            const F16 total = splat(x.totals[(row + r) * groups + group]);
 #pragma GCC unroll 8
             for (int p = 0; p < P; ++p) {
-                acc[r][p] = fma(to_float(dots[r][p]) * splat(step), scale[p], acc[r][p]);
+                acc[r][p] = fma(to_float(dots[r][p]) * step, scale[p], acc[r][p]);
                 if constexpr (FORMAT != Q8) acc[r][p] = fma(total, least[p], acc[r][p]);
             }
         }
@@ -238,16 +214,16 @@ __attribute__((noinline)) void tile(const Linear& weight, const Rows& x, long ro
     sink(row, panel, acc);
 }
 
-// How many rows and panels a tile has: what the registers hold.
-template <int FORMAT>
+// How many rows and panels a tile has that computes at least STEP panels: what the registers hold.
+template <int FORMAT, int STEP>
 struct TileSize {
     static constexpr bool IS_FLOAT = FORMAT == F32 || FORMAT == BF16;
 #if defined(KVORUM_AVX512)
     static constexpr int ROWS = IS_FLOAT ? 6 : 4;
-    static constexpr int PANELS = IS_FLOAT ? 4 : 2;
+    static constexpr int PANELS = std::max(STEP, IS_FLOAT ? 4 : 2);
 #else
-    static constexpr int ROWS = IS_FLOAT ? 6 : 3;
-    static constexpr int PANELS = 1;
+    static constexpr int ROWS = IS_FLOAT ? 6 / STEP : 8;
+    static constexpr int PANELS = STEP;
 #endif
 };
 
@@ -261,8 +237,8 @@ void row_tiles(const Linear& weight, const Rows& x, long row, long end, long pan
 
 template <int FORMAT, bool BYTES, int STEP, class Sink>
 void run_product(const Linear& weight, const Rows& x, const Run& run, int begin, int end, const Sink& sink) {
-    using Size = TileSize<FORMAT>;
-    constexpr int PANELS = std::max(Size::PANELS, STEP);
+    using Size = TileSize<FORMAT, STEP>;
+    constexpr int PANELS = Size::PANELS;
     constexpr int WALKED = 4;   // panels that a single row walks side by side: four streams from memory
     for (int first = run.begin; first < run.end; first += ROWS_AT_ONCE) {
         const int last = std::min(run.end, first + ROWS_AT_ONCE);
@@ -280,7 +256,7 @@ void run_product(const Linear& weight, const Rows& x, const Run& run, int begin,
 template <int FORMAT, int STEP, class Sink>
 void format_product(const Linear& weight, const Rows& x, int begin, int end, const Sink& sink) {
     for (const Run& run : *x.runs) {
-        if constexpr (HAS_BYTE_DOTS && !TileSize<FORMAT>::IS_FLOAT) {
+        if constexpr (HAS_BYTE_DOTS && FORMAT >= Q8) {
             if (run.as_bytes) {
                 run_product<FORMAT, true, STEP>(weight, x, run, begin, end, sink);
                 continue;

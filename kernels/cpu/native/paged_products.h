@@ -54,10 +54,9 @@ void logits_rows(const Pool& pool, const int32_t* panels, long base, const float
 template <class W>
 void compute_logits(const Pool& pool, const int32_t* panels, int num_panels, long base, const float* queries,
                     long query_stride, int rows, float* logits, long stride) {
-    constexpr int P = 4;
     int panel = 0;
-    for (; panel + P <= num_panels; panel += P)
-        logits_rows<W, P, ROWS>(pool, panels + panel, base, queries, query_stride, rows, logits + panel * LANES, stride);
+    for (; panel + COLUMNS <= num_panels; panel += COLUMNS)
+        logits_rows<W, COLUMNS, ROWS>(pool, panels + panel, base, queries, query_stride, rows, logits + panel * LANES, stride);
     for (; panel < num_panels; ++panel)
         logits_rows<W, 1, ROWS>(pool, panels + panel, base, queries, query_stride, rows, logits + panel * LANES, stride);
 }

@@ -111,6 +111,21 @@ def test_products_with_blocks_equal_those_with_their_numbers(quantization: str, 
         assert relative_error(mixed, expected) < BYTES_TOLERANCE
 
 
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_the_largest_sums_of_a_group_do_not_overflow(quantization: str) -> None:
+    spec = spec_of()
+    floats = random_weights(spec)
+    largest = torch.ones(spec.intermediate_size, spec.hidden_size)
+    largest[:, ::32] = -1.14  # what makes every other number of its block the largest that four bits hold
+    blocks = {f"layers.1.{name}": blocks_of(largest, quantization) for name in ("gate", "up")}
+    floats["layers.1.mlp_norm"] = torch.ones(spec.hidden_size)
+    backend = cpu_backend(spec, {**floats, **blocks}, format=Format.Q8, byte_prompts=True)
+    reference = reference_backend(spec, {**floats, **{name: numbers_in(block) for name, block in blocks.items()}})
+    hidden = torch.ones(9, spec.hidden_size)  # one number for all, which is 127 as a byte, 32,767 as a word
+    for step in (step_of(backend, 9), step_of(backend, *[1] * 9)):
+        assert relative_error(backend.mlp_block(hidden, 1, step), mlp_of(reference, hidden)) < 1e-2
+
+
 def mlp_of(reference: ReferenceBackend, hidden: torch.Tensor, *, layer: int = 1) -> torch.Tensor:
     """Return the reference's half layer, for which it does not matter what the step is."""
     pool = reference.allocate_pool(num_blocks=1, block_size=16, max_num_seqs=1)
