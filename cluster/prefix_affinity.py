@@ -16,6 +16,8 @@ RUN_TOKENS = 64
 MAX_RUNS = 200_000
 # Of a beginning that everybody shares, the engines that got it last are enough to choose from.
 MAX_ENGINES_OF_RUN = 16
+# A map of all runs would stop everything for some 20 ms whenever it grows or is tidied up; maps of so many do not.
+_PART_RUNS = 4_096
 
 
 def prefix_runs(prompt: Sequence[int], salt: str) -> tuple[int, ...]:
@@ -30,38 +32,40 @@ def prefix_runs(prompt: Sequence[int], salt: str) -> tuple[int, ...]:
 
 
 class PrefixAffinity:
-    """Which runs were sent where, for all engines in one map: a thousand engines cost no more than one.
+    """Which runs were sent where, for all engines together: a thousand engines cost no more than one.
 
-    The least recently sent run is forgotten first, of one prompt its end before its beginning.
+    The least recently sent run of a part is forgotten first, of one prompt its end before its beginning.
     """
 
     def __init__(self, *, max_runs: int = MAX_RUNS) -> None:
         """max_runs: remembered in all."""
-        self._max_runs = max_runs
-        # Run -> engines, in both the latest last.
-        self._sent: OrderedDict[int, dict[str, None]] = OrderedDict()
+        num_parts = -(-max_runs // _PART_RUNS)
+        self._max_part = max_runs // num_parts
+        # Run -> engines, in both the latest last; a run's digest says in which part it is.
+        self._parts = [OrderedDict[int, dict[str, None]]() for _ in range(num_parts)]
 
     def note(self, engine_id: str, runs: Sequence[int]) -> None:
         """Remember that a prompt of these runs went to an engine."""
         for run in reversed(runs):
-            engines = self._sent.get(run)
+            sent = self._parts[run % len(self._parts)]
+            engines = sent.get(run)
             if engines is None:
-                self._sent[run] = {engine_id: None}
+                sent[run] = {engine_id: None}
+                if len(sent) > self._max_part:
+                    sent.popitem(last=False)
                 continue
-            self._sent.move_to_end(run)
+            sent.move_to_end(run)
             engines.pop(engine_id, None)
             engines[engine_id] = None
             if len(engines) > MAX_ENGINES_OF_RUN:
                 del engines[next(iter(engines))]
-        while len(self._sent) > self._max_runs:
-            self._sent.popitem(last=False)
 
     def cached_runs(self, runs: Sequence[int]) -> Mapping[str, int]:
         """Return how many of a prompt's first runs each engine has seen; only engines that have seen some."""
         counts: dict[str, int] = {}
         having = None
         for count, run in enumerate(runs, start=1):
-            sent = self._sent.get(run, {})
+            sent = self._parts[run % len(self._parts)].get(run, {})
             having = [*sent] if having is None else [engine_id for engine_id in having if engine_id in sent]
             if not having:
                 break

@@ -69,6 +69,16 @@ def test_the_end_of_a_prompt_is_forgotten_before_its_beginning() -> None:
     assert affinity.cached_runs(runs) == {"a": 2}
 
 
+def test_no_more_runs_are_remembered_than_may_be_and_the_latest_are_among_them() -> None:
+    affinity = PrefixAffinity(max_runs=10_000)
+    runs = prefix_runs(range(12_000 * RUN_TOKENS), "")
+    for run in runs:
+        affinity.note("a", (run,))
+    remembered = [run for run in runs if affinity.cached_runs((run,))]
+    assert 9_000 < len(remembered) <= 10_000
+    assert remembered[-5_000:] == list(runs[-5_000:])
+
+
 def test_of_a_beginning_that_all_share_the_last_engines_are_remembered() -> None:
     affinity = PrefixAffinity()
     for number in range(MAX_ENGINES_OF_RUN + 1):
