@@ -362,16 +362,6 @@ void finish_prefill(const Step& step, const Finish& finish, const Pool& pool, co
     if (sequence.choose_victims) pool.victim(shape.layer, sequence.row, finish.head) = lowest.victim();
 }
 
-// This member's run of decode tasks: those whose middle lies in its equal share of the slots.
-void decode_share(const Step& step, const Member& member, int& begin, int& end) {
-    const auto first_of = [&](int index) {
-        const long share = step.decode_slots * index / member.team.size();
-        return int(std::lower_bound(step.decode_middles.begin(), step.decode_middles.end(), share)
-                   - step.decode_middles.begin());
-    };
-    begin = first_of(member.index), end = first_of(member.index + 1);
-}
-
 }  // namespace
 
 void plan_tasks(Step& step, const Pool& pool) {
@@ -392,8 +382,6 @@ void plan_tasks(Step& step, const Pool& pool) {
                 const int slots = decodes ? end - begin : sequence.slots_before() + end;
                 const int rows = decodes ? group : TILE * group;
                 if (decodes) {
-                    step.decode_middles.push_back(step.decode_slots + slots / 2);
-                    step.decode_slots += slots;
                     scratch += Partial::size(group, head_dim, slots, sequence.keeps_scores);
                 } else {
                     costs.push_back(long(slots) * (end - begin));
@@ -443,19 +431,22 @@ void append(const Member& member, const Step& step, const Pool& pool, const Laye
     }
 }
 
-void attend(const Member& member, Step& step, const Pool& pool, const LayerShape& shape, const float* qkv, float* scratch,
-            float* buffer, float* out) {
+std::vector<Part> attend(const Member& member, Step& step, const Pool& pool, const LayerShape& shape, const float* qkv,
+                         float* scratch, float* buffer, float* out) {
     const int count = int(step.prefills.size());
-    int begin, end;
-    decode_share(step, member, begin, end);
+    std::vector<Part> attended;
     with_kv_type(pool.format, [&](auto* type) {
         using W = std::remove_pointer_t<decltype(type)>;
         for (int turn; (turn = step.next_prefill.fetch_add(1, std::memory_order_relaxed)) < count;)
             prefill_task<W>(step, step.prefills[step.order[turn]], pool, shape, qkv, scratch, buffer, out);
-        for (int task = begin; task < end; ++task)
-            decode_task<W>(step, step.decodes[task], task + 1 < end ? &step.decodes[task + 1] : nullptr, pool, shape, qkv,
-                           scratch, buffer);
+        member.take_parts(int(step.decodes.size()), 1, [&](int begin, int end) {
+            attended.push_back({begin, end});
+            for (int task = begin; task < end; ++task)
+                decode_task<W>(step, step.decodes[task], task + 1 < end ? &step.decodes[task + 1] : nullptr, pool, shape,
+                               qkv, scratch, buffer);
+        });
     });
+    return attended;
 }
 
 void finish(const Member& member, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch, float* out) {
@@ -466,12 +457,11 @@ void finish(const Member& member, const Step& step, const Pool& pool, const Laye
     for (int i = begin; i < end; ++i) finish_prefill(step, step.prefill_finishes[i], pool, shape, scratch);
 }
 
-void score(const Member& member, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch) {
-    int begin, end;
-    decode_share(step, member, begin, end);   // whoever attended has the exponentials in its cache
-    for (int task = begin; task < end; ++task)
-        if (step.sequences[step.decodes[task].sequence].keeps_scores)
-            score_decode(step, step.decodes[task], pool, shape, scratch);
+void score(const std::vector<Part>& attended, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch) {
+    for (const Part& part : attended)
+        for (int task = part.begin; task < part.end; ++task)
+            if (step.sequences[step.decodes[task].sequence].keeps_scores)
+                score_decode(step, step.decodes[task], pool, shape, scratch);
 }
 
 void choose_victims(const Member& member, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch) {

@@ -19,17 +19,23 @@ void plan_tasks(Step& step, const Pool& pool);
 // Write K and V of this member's tokens, rotated and normed already, into their slots; position and score with them.
 void append(const Member& member, const Step& step, const Pool& pool, const LayerShape& shape, const float* qkv);
 
+// Decode tasks [begin, end).
+struct Part {
+    int begin, end;
+};
+
 // Attend, task by task; queries are rotated and scaled. Decode leaves partial results in scratch [scratch_size], prefill
 // writes out [num_tokens, num_heads * head_dim]. buffer [buffer_size] is this member's own. Over bf16 K and V, prefill
-// rounds queries and exponentials to bf16 where the processor has dot products of it; sums stay float32.
-void attend(const Member& member, Step& step, const Pool& pool, const LayerShape& shape, const float* qkv, float* scratch,
-            float* buffer, float* out);
+// rounds queries and exponentials to bf16 where the processor has dot products of it; sums stay float32. Returns what
+// this member has decoded.
+std::vector<Part> attend(const Member& member, Step& step, const Pool& pool, const LayerShape& shape, const float* qkv,
+                         float* scratch, float* buffer, float* out);
 
 // Combine what decode tasks left; score what was prefilled and choose its victims.
 void finish(const Member& member, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch, float* out);
 
-// Score the slots that decode attended to.
-void score(const Member& member, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch);
+// Score the slots that this member attended to, whose exponentials it has in its cache.
+void score(const std::vector<Part>& attended, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch);
 
 // Choose the victims of decode.
 void choose_victims(const Member& member, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch);

@@ -78,8 +78,6 @@ KVORUM_INLINE F16 activate(F16 x, bool gelu) {
 void gate_up(const Member& member, const Decoder& decoder, const Linear& weight, const Rows& x, float* gated) {
     const long columns = decoder.config.intermediate_size;
     const bool gelu = decoder.config.gelu != 0;
-    int begin, end;
-    member.share(num_panels(columns) * 2, 4, begin, end);
     const auto sink = [&](long row, long panel, const auto& acc) {
         constexpr int R = std::extent_v<std::remove_reference_t<decltype(acc)>, 0>;
         constexpr int P = std::extent_v<std::remove_reference_t<decltype(acc)>, 1>;
@@ -92,7 +90,8 @@ void gate_up(const Member& member, const Decoder& decoder, const Linear& weight,
             }
         }
     };
-    product<2>(weight, x, begin, end, sink);
+    member.take_parts(num_panels(columns) * 2, panels_at_once(x),
+                      [&](int begin, int end) { product<2>(weight, x, begin, end, sink); });
 }
 
 template <class T>
@@ -142,11 +141,12 @@ void attention_half(const Member& member, Decoder& decoder, int index, Step& ste
     rotate_tokens(member, decoder, layer, step, shape.stride, qkv);
     append(member, step, pool, shape, qkv);
     member.barrier();
-    attend(member, step, pool, shape, qkv, scratch, decoder.work.buffers[member.index].data(), attended);
+    const std::vector<Part> decoded =
+        attend(member, step, pool, shape, qkv, scratch, decoder.work.buffers[member.index].data(), attended);
     member.barrier();
     finish(member, step, pool, shape, scratch, attended);
     member.barrier();
-    score(member, step, pool, shape, scratch);
+    score(decoded, step, pool, shape, scratch);
     const Rows taken = take_rows(member, decoder, attended, heads, step.runs, layer.output);
     linear(member, layer.output, taken, partial, config.hidden_size);
     member.barrier();

@@ -128,9 +128,9 @@ KVORUM_INLINE void half_dots(__m256i (&sums)[R], const uint8_t* w, const int8_t*
 
 template <int FORMAT, int R, int P, class T>
 KVORUM_INLINE void halved_group_dots(I16 (&dots)[R][P], const uint8_t* const (&w)[P], const T* a, long inputs) {
-#pragma GCC unroll 8
+#pragma GCC unroll 1
     for (int p = 0; p < P; ++p)
-#pragma GCC unroll 2
+#pragma GCC unroll 1
         for (int half = 0; half < 2; ++half) {
             __m256i sums[R];
 #pragma GCC unroll 8

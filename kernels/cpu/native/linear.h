@@ -221,8 +221,11 @@ struct TileSize {
 #if defined(KVORUM_AVX512)
     static constexpr int ROWS = IS_FLOAT ? 6 : 4;
     static constexpr int PANELS = std::max(STEP, IS_FLOAT ? 4 : 2);
-#else
+#elif defined(KVORUM_AVX2)
     static constexpr int ROWS = IS_FLOAT ? 6 / STEP : 8;
+    static constexpr int PANELS = STEP;
+#else
+    static constexpr int ROWS = 3;
     static constexpr int PANELS = STEP;
 #endif
 };
@@ -231,7 +234,7 @@ template <int FORMAT, bool BYTES, int P, int R, class Sink>
 void row_tiles(const Linear& weight, const Rows& x, long row, long end, long panel, bool ahead, const Sink& sink) {
     for (; row + R <= end; row += R, ahead = false) tile<FORMAT, BYTES, R, P>(weight, x, row, panel, ahead, sink);
     if constexpr (R > 1) {
-        if (row < end) row_tiles<FORMAT, BYTES, P, R - 1>(weight, x, row, end, panel, ahead, sink);
+        if (row < end) row_tiles<FORMAT, BYTES, P, (R > 6 ? 4 : R - 1)>(weight, x, row, end, panel, ahead, sink);
     }
 }
 
@@ -280,6 +283,9 @@ void product(const Linear& weight, const Rows& x, int begin, int end, const Sink
 
 inline bool is_quantised(const Linear& weight) { return weight.format >= Q8; }
 
+// How many panels are taken at least: a single row walks four side by side.
+inline int panels_at_once(const Rows& x) { return x.runs->back().end == 1 ? 4 : 2; }
+
 inline int num_panels(long columns) { return int((columns + LANES - 1) / LANES); }
 
 // Store a vector in the columns from `column` on, as many as there are.
@@ -293,10 +299,8 @@ KVORUM_INLINE void store_columns(float* row, long column, long num_columns, F16 
     std::copy(lanes, lanes + (num_columns - column), row + column);
 }
 
-// out[row][0..num_outputs) = x @ weight.T + bias, this member's share of the panels.
+// out[row][0..num_outputs) = x @ weight.T + bias, the panels that this member takes.
 inline void linear(const Member& member, const Linear& weight, const Rows& x, float* out, long stride) {
-    int begin, end;
-    member.share(num_panels(weight.num_outputs), 4, begin, end);
     const auto sink = [&](long row, long panel, const auto& acc) {
         constexpr int R = std::extent_v<std::remove_reference_t<decltype(acc)>, 0>;
         constexpr int P = std::extent_v<std::remove_reference_t<decltype(acc)>, 1>;
@@ -308,7 +312,8 @@ inline void linear(const Member& member, const Linear& weight, const Rows& x, fl
                               weight.bias == nullptr ? acc[r][p] : acc[r][p] + bias);
         }
     };
-    product<1>(weight, x, begin, end, sink);
+    member.take_parts(num_panels(weight.num_outputs), panels_at_once(x),
+                      [&](int begin, int end) { product<1>(weight, x, begin, end, sink); });
 }
 
 }  // namespace kvorum

@@ -45,12 +45,8 @@ struct Step {
     std::vector<Sequence> sequences;
     std::vector<int32_t> panels;
     std::vector<Run> runs;
-    // Members share decode tasks by position, each its own run of neighbours, and take prefill tasks by turns, the longest
-    // first.
     std::vector<Task> decodes, prefills;
-    std::vector<long> decode_middles;   // slots that the decode tasks before each attend to, and half its own
-    long decode_slots = 0;
-    std::vector<int32_t> order;      // of prefill tasks
+    std::vector<int32_t> order;   // in which members take prefill tasks: the longest first
     std::vector<Finish> decode_finishes, prefill_finishes;
     long scratch_size = 0;   // floats that tasks leave for finishes
     long buffer_size = 0;    // floats that a member needs for itself

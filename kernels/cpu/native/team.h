@@ -1,6 +1,7 @@
 // A team of threads inside one OpenMP region, all running the same code, with a barrier that spins and then yields.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <omp.h>
 #include <sched.h>
@@ -20,10 +21,14 @@ class Team {
     int size() const { return size_; }
 
     void barrier() {
-        if (size_ == 1) return;
+        if (size_ == 1) {
+            next_.store(0, std::memory_order_relaxed);
+            return;
+        }
         const unsigned turn = turn_.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
             arrived_.store(0, std::memory_order_relaxed);
+            next_.store(0, std::memory_order_relaxed);
             turn_.store(turn + 1, std::memory_order_release);
             return;
         }
@@ -33,9 +38,21 @@ class Team {
         }
     }
 
+    // Take some of what is left of `count` items between two barriers, in units of `unit` items; false when all are taken.
+    bool claim(int count, int unit, int& begin, int& end) {
+        begin = next_.load(std::memory_order_relaxed);
+        do {
+            if (begin >= count) return false;
+            const int part = size_ == 1 ? count : (count - begin) / (2 * size_) / unit * unit;
+            end = std::min(count, begin + std::max(unit, part));
+        } while (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed));
+        return true;
+    }
+
   private:
     const int size_;
     alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<int> next_{0};
     alignas(64) std::atomic<unsigned> turn_{0};
 };
 
@@ -45,6 +62,13 @@ struct Member {
     int index;
 
     void barrier() const { team.barrier(); }
+
+    // Call body(begin, end) with parts of `count` items until all members together have taken all: who is held up, since
+    // another process runs on its core, takes fewer. One such loop between two barriers.
+    template <class Body>
+    void take_parts(int count, int unit, const Body& body) const {
+        for (int begin, end; team.claim(count, unit, begin, end);) body(begin, end);
+    }
 
     // This member's share [begin, end) of count items, in units of `unit` items.
     void share(int count, int unit, int& begin, int& end) const {

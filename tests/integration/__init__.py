@@ -1,0 +1,1 @@
+"""Tests of a whole cluster; a package, so that its one cluster ends with the last of them."""
