@@ -34,12 +34,13 @@ def prefix_runs(prompt: Sequence[int], salt: str) -> tuple[int, ...]:
 class PrefixAffinity:
     """Which runs were sent where, for all engines together: a thousand engines cost no more than one.
 
-    The least recently sent run of a part is forgotten first, of one prompt its end before its beginning.
+    They are kept in parts that fill evenly. Of each the least recently sent run is forgotten first, of one prompt its
+    end before its beginning.
     """
 
     def __init__(self, *, max_runs: int = MAX_RUNS) -> None:
-        """max_runs: remembered in all."""
-        num_parts = -(-max_runs // _PART_RUNS)
+        """max_runs: remembered in all at most."""
+        num_parts = max(1, -(-max_runs // _PART_RUNS))
         self._max_part = max_runs // num_parts
         # Run -> engines, in both the latest last; a run's digest says in which part it is.
         self._parts = [OrderedDict[int, dict[str, None]]() for _ in range(num_parts)]

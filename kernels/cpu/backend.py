@@ -59,8 +59,8 @@ class CpuTypes:
     """How numbers are stored and multiplied; sums are float32.
 
     weights: of the linears; weights that come in GGUF blocks keep theirs. kv: float32, bfloat16 or int8.
-    byte_prompts: while a prompt is read, activations meet quantised weights as 8 bits instead of 16, where the
-    processor multiplies bytes.
+    byte_prompts: while a prompt is read, activations meet quantised weights as 8 bits instead of 16, on processors with
+    AVX2 or AVX512-VNNI.
     """
 
     weights: Format = Format.F32

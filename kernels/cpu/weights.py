@@ -18,7 +18,7 @@ GROUP = 32
 
 
 class Format(IntEnum):
-    """native/linear.h, Format."""
+    """native/group_dots.h, Format."""
 
     F32 = 0
     BF16 = 1

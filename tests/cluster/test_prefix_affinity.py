@@ -79,6 +79,12 @@ def test_no_more_runs_are_remembered_than_may_be_and_the_latest_are_among_them()
     assert remembered[-5_000:] == list(runs[-5_000:])
 
 
+def test_a_prompt_is_found_though_its_runs_are_in_many_parts() -> None:
+    affinity, runs = PrefixAffinity(), prefix_runs(range(500 * RUN_TOKENS), "")
+    affinity.note("a", runs)
+    assert affinity.cached_runs(runs) == {"a": 500}
+
+
 def test_of_a_beginning_that_all_share_the_last_engines_are_remembered() -> None:
     affinity = PrefixAffinity()
     for number in range(MAX_ENGINES_OF_RUN + 1):

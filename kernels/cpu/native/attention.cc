@@ -405,7 +405,7 @@ void plan_tasks(Step& step, const Pool& pool) {
 
 void append(const Member& member, const Step& step, const Pool& pool, const LayerShape& shape, const float* qkv) {
     int begin, end;
-    member.share(step.num_tokens, 1, begin, end);
+    member.share(step.num_tokens, begin, end);
     for (const Sequence& sequence : step.sequences) {
         const int32_t* panels = step.panels_of(sequence);
         const int first = std::max(0, begin - sequence.first_token);
@@ -434,31 +434,31 @@ void append(const Member& member, const Step& step, const Pool& pool, const Laye
 std::vector<Part> attend(const Member& member, Step& step, const Pool& pool, const LayerShape& shape, const float* qkv,
                          float* scratch, float* buffer, float* out) {
     const int count = int(step.prefills.size());
-    std::vector<Part> attended;
+    std::vector<Part> decoded;
     with_kv_type(pool.format, [&](auto* type) {
         using W = std::remove_pointer_t<decltype(type)>;
         for (int turn; (turn = step.next_prefill.fetch_add(1, std::memory_order_relaxed)) < count;)
             prefill_task<W>(step, step.prefills[step.order[turn]], pool, shape, qkv, scratch, buffer, out);
         member.take_parts(int(step.decodes.size()), 1, [&](int begin, int end) {
-            attended.push_back({begin, end});
+            decoded.push_back({begin, end});
             for (int task = begin; task < end; ++task)
                 decode_task<W>(step, step.decodes[task], task + 1 < end ? &step.decodes[task + 1] : nullptr, pool, shape,
                                qkv, scratch, buffer);
         });
     });
-    return attended;
+    return decoded;
 }
 
 void finish(const Member& member, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch, float* out) {
     int begin, end;
-    member.share(int(step.decode_finishes.size()), 1, begin, end);
+    member.share(int(step.decode_finishes.size()), begin, end);
     for (int i = begin; i < end; ++i) combine_decode(step, step.decode_finishes[i], pool, shape, scratch, out);
-    member.share(int(step.prefill_finishes.size()), 1, begin, end);
+    member.share(int(step.prefill_finishes.size()), begin, end);
     for (int i = begin; i < end; ++i) finish_prefill(step, step.prefill_finishes[i], pool, shape, scratch);
 }
 
-void score(const std::vector<Part>& attended, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch) {
-    for (const Part& part : attended)
+void score(const std::vector<Part>& decoded, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch) {
+    for (const Part& part : decoded)
         for (int task = part.begin; task < part.end; ++task)
             if (step.sequences[step.decodes[task].sequence].keeps_scores)
                 score_decode(step, step.decodes[task], pool, shape, scratch);
@@ -466,7 +466,7 @@ void score(const std::vector<Part>& attended, const Step& step, const Pool& pool
 
 void choose_victims(const Member& member, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch) {
     int begin, end;
-    member.share(int(step.decode_finishes.size()), 1, begin, end);
+    member.share(int(step.decode_finishes.size()), begin, end);
     for (int i = begin; i < end; ++i) choose_victim(step, step.decode_finishes[i], pool, shape.layer, scratch);
 }
 

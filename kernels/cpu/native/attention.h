@@ -34,8 +34,8 @@ std::vector<Part> attend(const Member& member, Step& step, const Pool& pool, con
 // Combine what decode tasks left; score what was prefilled and choose its victims.
 void finish(const Member& member, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch, float* out);
 
-// Score the slots that this member attended to, whose exponentials it has in its cache.
-void score(const std::vector<Part>& attended, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch);
+// Score the slots of what this member has decoded, whose exponentials it has in its cache.
+void score(const std::vector<Part>& decoded, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch);
 
 // Choose the victims of decode.
 void choose_victims(const Member& member, const Step& step, const Pool& pool, const LayerShape& shape, float* scratch);

@@ -32,7 +32,7 @@ Rows norm_rows(const Member& member, Decoder& decoder, const float* hidden, cons
     const int size = decoder.config.hidden_size;
     float* normed = decoder.work.normed.data();
     int begin, end;
-    member.share(runs.back().end, 1, begin, end);
+    member.share(runs.back().end, begin, end);
     for (long row = begin; row < end; ++row)
         rms_norm(hidden + row * size, norm, size, decoder.config.eps, normed + row * size);
     return decoder.work.quantised.fill(member, normed, size, runs, size, is_quantised(weight));
@@ -52,7 +52,7 @@ void rotate_tokens(const Member& member, const Decoder& decoder, const Layer& la
     const Config& config = decoder.config;
     const int head_dim = config.head_dim;
     int begin, end;
-    member.share(step.num_tokens, 1, begin, end);
+    member.share(step.num_tokens, begin, end);
     for (long token = begin; token < end; ++token) {
         const float* cosine = step.cosines[layer.rotary] + token * head_dim;
         const float* sine = step.sines[layer.rotary] + token * head_dim;
@@ -90,7 +90,7 @@ void gate_up(const Member& member, const Decoder& decoder, const Linear& weight,
             }
         }
     };
-    member.take_parts(num_panels(columns) * 2, panels_at_once(x),
+    member.take_parts(num_panels(columns) * 2, panels_at_once(weight, x),
                       [&](int begin, int end) { product<2>(weight, x, begin, end, sink); });
 }
 
@@ -117,7 +117,7 @@ void Workspace::reserve(const Config& config, long rows, const Step* step) {
 
 void embed(const Member& member, const Decoder& decoder, const int64_t* token_ids, int count, float* hidden) {
     int begin, end;
-    member.share(count, 1, begin, end);
+    member.share(count, begin, end);
     const long size = decoder.config.hidden_size;
     for (long token = begin; token < end; ++token) {
         unpack_row(decoder.embedding, token_ids[token], hidden + token * size);
@@ -172,7 +172,7 @@ void add_residual(const Member& member, const Decoder& decoder, int index, bool 
     const long size = decoder.config.hidden_size;
     std::vector<float> normed(norm == nullptr ? 0 : size);
     int begin, end;
-    member.share(rows, 1, begin, end);
+    member.share(rows, begin, end);
     for (long row = begin; row < end; ++row) {
         const float* added = partial + row * size;
         if (norm != nullptr) {

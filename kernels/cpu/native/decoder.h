@@ -21,7 +21,7 @@ struct Config {
     int32_t gelu;     // tanh-approximated GELU instead of SiLU
     int32_t num_threads;
     float eps, attention_scale, embedding_scale;
-    int32_t byte_prompts;   // prompts as bytes before quantised weights, where the processor multiplies bytes
+    int32_t byte_prompts;   // prompts as bytes before quantised weights, with AVX2 or AVX512-VNNI
 };
 
 // What the halves hand on inside themselves; grows to the largest step.

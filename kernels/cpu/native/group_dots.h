@@ -11,6 +11,12 @@ enum Format : int32_t { F32 = 0, BF16 = 1, Q8 = 2, Q4_1 = 3, Q4_0 = 4 };
 
 constexpr int GROUP = 32;   // inputs that share a scale
 
+#if defined(KVORUM_BYTE_DOTS) || defined(KVORUM_AVX2)
+constexpr bool HAS_BYTE_DOTS = true;
+#else
+constexpr bool HAS_BYTE_DOTS = false;
+#endif
+
 template <int FORMAT, int R, int P, class T>
 KVORUM_INLINE void whole_group_dots(I16 (&dots)[R][P], const uint8_t* const (&w)[P], const T* a, long inputs) {
     if constexpr (FORMAT == Q8) {
@@ -147,7 +153,7 @@ KVORUM_INLINE void halved_group_dots(I16 (&dots)[R][P], const uint8_t* const (&w
 template <int FORMAT, int R, int P, class T>
 KVORUM_INLINE void group_dots(I16 (&dots)[R][P], const uint8_t* const (&w)[P], const T* a, long inputs) {
 #if defined(KVORUM_AVX2)
-    // A single row waits for memory, and reads whole lines better than halves.
+    // A single row waits for memory, and reads whole lines better than halves; bytes are multiplied by halves only.
     if constexpr (R > 1 || std::is_same_v<T, int8_t>) halved_group_dots<FORMAT>(dots, w, a, inputs);
     else whole_group_dots<FORMAT>(dots, w, a, inputs);
 #else

@@ -11,8 +11,8 @@
 //               four inputs beside the high nibbles of the next four.
 // The quantised formats are GGUF's blocks in another order, bit for bit: value = scale * q (+ minimum), Q4_0 with q - 8.
 // Their products take whole activations with one scale for 32 inputs, so that sums are exact: words of 15 bits, which
-// changes next to nothing (KL 6e-8 on the embedded model); or, for prompts, bytes, at 1.7 times the speed where the
-// processor multiplies bytes (KL 2e-3 if all tokens are a prompt's).
+// changes next to nothing (KL 6e-8 on the embedded model); or, for prompts, bytes, at 1.4 (AVX2) to 1.7 times (VNNI) the
+// speed (KL 2e-3 if all tokens are a prompt's).
 #pragma once
 
 #include <algorithm>
@@ -53,12 +53,6 @@ struct Run {
     bool as_bytes;
 };
 
-#if defined(KVORUM_BYTE_DOTS) || defined(KVORUM_AVX2)
-constexpr bool HAS_BYTE_DOTS = true;
-#else
-constexpr bool HAS_BYTE_DOTS = false;
-#endif
-
 // Rows of activations: floats, and for quantised weights whole numbers beside them.
 struct Rows {
     const float* values;
@@ -84,7 +78,7 @@ class QuantisedRows {
     Rows fill(const Member& member, const float* values, long stride, const std::vector<Run>& runs, int inputs,
               bool quantised) {
         int begin, end;
-        member.share(runs.back().end, 1, begin, end);
+        member.share(runs.back().end, begin, end);
         const long groups = inputs / GROUP;
         for (const Run& run : runs)
             for (int row = std::max(begin, run.begin); quantised && row < std::min(end, run.end); ++row)
@@ -166,10 +160,10 @@ KVORUM_INLINE void accumulate_quantised(F16 (&acc)[R][P], const Rows& x, const T
 #pragma GCC unroll 8
             for (int p = 0; p < P; ++p)
                 dots[r][p] = splat_int(FORMAT == Q8 ? -128 * x.sums[(row + r) * groups + group] : 0);
-        const uint8_t* quads[P];
+        const uint8_t* numbers[P];
 #pragma GCC unroll 8
-        for (int p = 0; p < P; ++p) quads[p] = w[p] + at + HEADER;
-        group_dots<FORMAT>(dots, quads, whole + row * inputs + group * GROUP, inputs);
+        for (int p = 0; p < P; ++p) numbers[p] = w[p] + at + HEADER;
+        group_dots<FORMAT>(dots, numbers, whole + row * inputs + group * GROUP, inputs);
         F16 scale[P], least[P];
 #pragma GCC unroll 8
         for (int p = 0; p < P; ++p) {
@@ -225,11 +219,12 @@ struct TileSize {
     static constexpr int ROWS = IS_FLOAT ? 6 / STEP : 8;
     static constexpr int PANELS = STEP;
 #else
-    static constexpr int ROWS = 3;
+    static constexpr int ROWS = IS_FLOAT ? 6 : 3;
     static constexpr int PANELS = STEP;
 #endif
 };
 
+// Sizes between 8 and 4 would take the compiler long, and are rare.
 template <int FORMAT, bool BYTES, int P, int R, class Sink>
 void row_tiles(const Linear& weight, const Rows& x, long row, long end, long panel, bool ahead, const Sink& sink) {
     for (; row + R <= end; row += R, ahead = false) tile<FORMAT, BYTES, R, P>(weight, x, row, panel, ahead, sink);
@@ -283,8 +278,10 @@ void product(const Linear& weight, const Rows& x, int begin, int end, const Sink
 
 inline bool is_quantised(const Linear& weight) { return weight.format >= Q8; }
 
-// How many panels are taken at least: a single row walks four side by side.
-inline int panels_at_once(const Rows& x) { return x.runs->back().end == 1 ? 4 : 2; }
+// How many panels are taken at least: a whole tile's, or the four that a single row walks side by side.
+inline int panels_at_once(const Linear& weight, const Rows& x) {
+    return is_quantised(weight) && x.runs->back().end > 1 ? 2 : 4;
+}
 
 inline int num_panels(long columns) { return int((columns + LANES - 1) / LANES); }
 
@@ -312,7 +309,7 @@ inline void linear(const Member& member, const Linear& weight, const Rows& x, fl
                               weight.bias == nullptr ? acc[r][p] : acc[r][p] + bias);
         }
     };
-    member.take_parts(num_panels(weight.num_outputs), panels_at_once(x),
+    member.take_parts(num_panels(weight.num_outputs), panels_at_once(weight, x),
                       [&](int begin, int end) { product<1>(weight, x, begin, end, sink); });
 }
 

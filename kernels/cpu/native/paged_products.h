@@ -5,10 +5,12 @@
 
 namespace kvorum {
 
+// Of a tile: what the registers hold.
+constexpr int ROWS = 6;
 #if defined(KVORUM_AVX512)
-constexpr int ROWS = 6, COLUMNS = 4;   // of a tile: what the registers hold
+constexpr int COLUMNS = 4;
 #else
-constexpr int ROWS = 6, COLUMNS = 1;
+constexpr int COLUMNS = 1;
 #endif
 constexpr int VALUE_PANELS = 8;   // panels of V that stay in the first cache while a tile's rows pass
 
@@ -50,15 +52,25 @@ void logits_rows(const Pool& pool, const int32_t* panels, long base, const float
                                      logits + row * stride, stride);
 }
 
-// logits[row][slot] = queries[row] . keys[slot] for whole panels.
+template <class W, int P, int R>
+void logits_panels(const Pool& pool, const int32_t* panels, int num_panels, long base, const float* queries,
+                   long query_stride, int rows, float* logits, long stride) {
+    int panel = 0;
+    for (; panel + P <= num_panels; panel += P)
+        logits_rows<W, P, R>(pool, panels + panel, base, queries, query_stride, rows, logits + panel * LANES, stride);
+    for (; panel < num_panels; ++panel)
+        logits_rows<W, 1, R>(pool, panels + panel, base, queries, query_stride, rows, logits + panel * LANES, stride);
+}
+
+// logits[row][slot] = queries[row] . keys[slot] for whole panels. Where registers are few, few rows take more panels.
 template <class W>
 void compute_logits(const Pool& pool, const int32_t* panels, int num_panels, long base, const float* queries,
                     long query_stride, int rows, float* logits, long stride) {
-    int panel = 0;
-    for (; panel + COLUMNS <= num_panels; panel += COLUMNS)
-        logits_rows<W, COLUMNS, ROWS>(pool, panels + panel, base, queries, query_stride, rows, logits + panel * LANES, stride);
-    for (; panel < num_panels; ++panel)
-        logits_rows<W, 1, ROWS>(pool, panels + panel, base, queries, query_stride, rows, logits + panel * LANES, stride);
+    const auto take = COLUMNS == 4 ? logits_panels<W, 4, ROWS>
+                      : rows == 1  ? logits_panels<W, 4, 1>
+                      : rows <= 3  ? logits_panels<W, 2, 3>
+                                   : logits_panels<W, 1, ROWS>;
+    take(pool, panels, num_panels, base, queries, query_stride, rows, logits, stride);
 }
 
 // Panels whose K comes next, to be fetched while V is computed with.

@@ -53,7 +53,7 @@ struct Step {
     std::vector<const float*> cosines, sines;   // for each rotary table: [num_tokens, head_dim]
     int num_tokens = 0;
     int group_size = 1;
-    std::atomic<int> next_prefill{0};
+    std::atomic<int> next_prefill{0};   // decode tasks are claimed from the team
 
     const int32_t* panels_of(const Sequence& sequence) const { return panels.data() + sequence.first_panel; }
 };

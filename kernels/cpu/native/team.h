@@ -20,6 +20,7 @@ class Team {
 
     int size() const { return size_; }
 
+    // Wait for all; what is claimed from then on is claimed anew.
     void barrier() {
         if (size_ == 1) {
             next_.store(0, std::memory_order_relaxed);
@@ -38,7 +39,8 @@ class Team {
         }
     }
 
-    // Take some of what is left of `count` items between two barriers, in units of `unit` items; false when all are taken.
+    // Take a part of what is left of `count` items between two barriers, in units of `unit` items; false when all are
+    // taken. Parts become smaller, so that members are done at about the same time.
     bool claim(int count, int unit, int& begin, int& end) {
         begin = next_.load(std::memory_order_relaxed);
         do {
@@ -70,13 +72,10 @@ struct Member {
         for (int begin, end; team.claim(count, unit, begin, end);) body(begin, end);
     }
 
-    // This member's share [begin, end) of count items, in units of `unit` items.
-    void share(int count, int unit, int& begin, int& end) const {
-        const long units = (count + unit - 1) / unit;
-        begin = int(units * index / team.size()) * unit;
-        end = int(units * (index + 1) / team.size()) * unit;
-        if (begin > count) begin = count;
-        if (end > count) end = count;
+    // This member's share [begin, end) of count items.
+    void share(int count, int& begin, int& end) const {
+        begin = int(long(count) * index / team.size());
+        end = int(long(count) * (index + 1) / team.size());
     }
 };
 

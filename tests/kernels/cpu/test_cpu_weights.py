@@ -111,12 +111,34 @@ def test_products_with_blocks_equal_those_with_their_numbers(quantization: str, 
         assert relative_error(mixed, expected) < BYTES_TOLERANCE
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_a_row_of_a_product_depends_neither_on_its_neighbours_nor_on_threads(
+    quantization: str, num_threads: int
+) -> None:
+    spec = spec_of()
+    floats = random_weights(spec)
+    linears = {name for name, tensor in floats.items() if tensor.dim() == 2}
+    blocks = {name: blocks_of(floats[name], quantization) for name in linears}
+    weights: dict[str, Weight] = {**floats, **blocks}
+    first = cpu_backend(spec, weights, format=Format.Q8, byte_prompts=True, num_threads=2)
+    other = cpu_backend(spec, weights, format=Format.Q8, byte_prompts=True, num_threads=num_threads)
+    hidden = torch.randn(101, spec.hidden_size, generator=torch.manual_seed(1))
+    prompt = first.mlp_block(hidden, 1, step_of(first, 101))
+    decoded = first.mlp_block(hidden, 1, step_of(first, *[1] * 101))
+    for start, stop in ((0, 2), (2, 9), (9, 17), (17, 30), (30, 101)):
+        part, count = hidden[start:stop], stop - start
+        assert torch.equal(other.mlp_block(part, 1, step_of(other, count)), prompt[start:stop])
+        assert torch.equal(other.mlp_block(part, 1, step_of(other, *[1] * count)), decoded[start:stop])
+
+
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_the_largest_sums_of_a_group_do_not_overflow(quantization: str) -> None:
     spec = spec_of()
     floats = random_weights(spec)
     largest = torch.ones(spec.intermediate_size, spec.hidden_size)
-    largest[:, ::32] = -1.14  # what makes every other number of its block the largest that four bits hold
+    # Every other number of its block becomes the largest there is.
+    largest[:, ::32] = -1.0 if quantization == "Q8_0" else -1.14
     blocks = {f"layers.1.{name}": blocks_of(largest, quantization) for name in ("gate", "up")}
     floats["layers.1.mlp_norm"] = torch.ones(spec.hidden_size)
     backend = cpu_backend(spec, {**floats, **blocks}, format=Format.Q8, byte_prompts=True)
