@@ -32,6 +32,7 @@ from kvtest.slow_decoder import SlowDecoder, SlowPolicy, slow_decode
 pytestmark = pytest.mark.model
 
 MAX_TOKENS = 64
+LONG = 1000  # tokens of the prompt that is evicted from
 TIE = 1e-3
 BF16_KV_TOLERANCE = 0.25
 
@@ -136,7 +137,7 @@ def test_prompts_in_bytes_cost_little() -> None:
 
 @pytest.fixture(scope="module")
 def long_prompt() -> list[int]:
-    return embedded_checkpoint().load_tokenizer().encode(prose()[:10_000])[:1500]
+    return embedded_checkpoint().load_tokenizer().encode(prose()[:10_000])[:LONG]
 
 
 @pytest.fixture(scope="module", params=[(64,), pytest.param((64, 128, 256), marks=pytest.mark.slow)])
@@ -168,7 +169,7 @@ def test_h2o_keeps_what_the_slow_decoder_keeps(
     answers, recorder = evicted
     for index, budget in enumerate(sorted(map(int, answers))):
         decoder, logits = prefilled[0].fork(), prefilled[1]
-        policy = SlowPolicy("h2o", budget, 1500)
+        policy = SlowPolicy("h2o", budget, LONG)
         decoder.cut(policy, prompt_done=True)
         tokens, kept = slow_decode(decoder, logits, policy, steps=200)
         assert answers[str(budget)].token_ids == tokens
@@ -181,11 +182,11 @@ def test_h2o_holds_no_more_blocks_than_its_budget_needs_and_its_receipt_agrees(
     answers, recorder = evicted
     for index, budget in enumerate(sorted(map(int, answers))):
         rows = [row.step for plan in recorder.plans for row in plan.rows if row.seq_id == index]
-        assert max(len(step.block_table) for step in rows if step.start >= 1500) == -(-(budget + 1) // 16)
+        assert max(len(step.block_table) for step in rows if step.start >= LONG) == -(-(budget + 1) // 16)
         receipt = answers[str(budget)].receipt
         assert receipt is not None
         assert {len(head) for layer in recorder.kept[SeqId(index)][-1] for head in layer} == {receipt.kv_tokens_held}
-        assert (receipt.kv_tokens_held, receipt.kv_tokens_evicted) == (budget, 1700 - budget)
+        assert (receipt.kv_tokens_held, receipt.kv_tokens_evicted) == (budget, LONG + 200 - budget)
 
 
 def test_sinks_survive_on_the_real_model(evicted: tuple[dict[str, Answer], Recorder]) -> None:
