@@ -17,6 +17,7 @@ constexpr bool HAS_BYTE_DOTS = true;
 constexpr bool HAS_BYTE_DOTS = false;
 #endif
 
+// Whole panels side by side, a line of 16 columns at a time.
 template <int FORMAT, int R, int P, class T>
 KVORUM_INLINE void whole_group_dots(I16 (&dots)[R][P], const uint8_t* const (&w)[P], const T* a, long inputs) {
     if constexpr (FORMAT == Q8) {
@@ -74,6 +75,7 @@ KVORUM_INLINE void add_pairs(__m256i (&sums)[R], __m256i pairs, const int16_t* a
     }
 }
 
+// sums[r] += the dot products of 8 columns, whose bytes are every other 32 from w on, with row r's group of words.
 template <int FORMAT, int R>
 KVORUM_INLINE void half_dots(__m256i (&sums)[R], const uint8_t* w, const int16_t* a, long inputs) {
     const __m256i nibbles = _mm256_set1_epi16(15), bytes = _mm256_set1_epi16(255);
@@ -93,8 +95,8 @@ KVORUM_INLINE void half_dots(__m256i (&sums)[R], const uint8_t* w, const int16_t
     }
 }
 
-// The same for bytes of activations: pairs of products, at most 2 * 15 * 127, fit words for a whole group of 4-bit
-// weights (8 of them) without saturating.
+// words[r] += the products of a column's fours of nibbles with row r's four bytes at `a`. Pairs of products, at most
+// 2 * 15 * 127, fit words for a whole group (8 of them) without saturating.
 template <int R>
 KVORUM_INLINE void add_fours(__m256i (&words)[R], __m256i nibbles, const int8_t* a, long inputs) {
 #pragma GCC unroll 8
@@ -104,7 +106,7 @@ KVORUM_INLINE void add_fours(__m256i (&words)[R], __m256i nibbles, const int8_t*
     }
 }
 
-// Bytes of weights go as two nibbles.
+// half_dots of bytes; weights of 8 bits go as two nibbles.
 template <int FORMAT, int R>
 KVORUM_INLINE void half_dots(__m256i (&sums)[R], const uint8_t* w, const int8_t* a, long inputs) {
     const __m256i nibbles = _mm256_set1_epi8(15);

@@ -66,11 +66,13 @@ void logits_panels(const Pool& pool, const int32_t* panels, int num_panels, long
 template <class W>
 void compute_logits(const Pool& pool, const int32_t* panels, int num_panels, long base, const float* queries,
                     long query_stride, int rows, float* logits, long stride) {
-    const auto take = COLUMNS == 4 ? logits_panels<W, 4, ROWS>
-                      : rows == 1  ? logits_panels<W, 4, 1>
-                      : rows <= 3  ? logits_panels<W, 2, 3>
-                                   : logits_panels<W, 1, ROWS>;
-    take(pool, panels, num_panels, base, queries, query_stride, rows, logits, stride);
+    const auto take = [&](auto panels_product) {
+        panels_product(pool, panels, num_panels, base, queries, query_stride, rows, logits, stride);
+    };
+    if constexpr (COLUMNS == 4) take(logits_panels<W, 4, ROWS>);
+    else if (rows == 1) take(logits_panels<W, 4, 1>);
+    else if (rows <= 3) take(logits_panels<W, 2, 3>);
+    else take(logits_panels<W, 1, ROWS>);
 }
 
 // Panels whose K comes next, to be fetched while V is computed with.
