@@ -223,9 +223,7 @@ class Router:
     async def _admit(self, number: int, start_s: float) -> None:
         tenant = self._rng.choice(TENANTS).name
         runs = tuple(self._rng.getrandbits(64) for _ in range(16))
-        request = AdmitRequest(
-            f"lease-{number}", tenant, (LEASE_BLOCKS,), 1600, 10.0, prefix_runs=runs, router_id="router"
-        )
+        request = AdmitRequest(f"lease-{number}", tenant, (LEASE_BLOCKS,), 1600, 10.0, prefix_runs=runs)
         outcome = await self._link.admit(request)
         if start_s >= self._begun_s:
             self._asked.latencies_s.append(time.monotonic() - start_s)

@@ -54,7 +54,6 @@ class ManagedAdmission:
     ) -> None:
         """engines: returns the healthy engines that this router is connected to, by id."""
         self._engines = engines
-        self._router_id = router_id
         self._safe = _SafeMode(engines)
         self.link = ManagerLink(find, router_id=router_id, tls=tls, on_answer=on_answer)
 
@@ -104,7 +103,6 @@ class ManagedAdmission:
             max_wait_s=demand.max_wait_s,
             priority=demand.priority,
             prefix_runs=prefix_runs(demand.prompt, demand.cache_salt),
-            router_id=self._router_id,
         )
         answer = await self.link.admit(request)
         if isinstance(answer, Refused):

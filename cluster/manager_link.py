@@ -26,8 +26,8 @@ from kvorum.cluster.manager.tls import ControlTls
 from kvorum.cluster.manager.types import AdmitRequest, ClusterView, LeaseRecord, Refused
 from kvorum.cluster.manager.watching import ViewChange, apply
 from kvorum.cluster.manager.wire import (
-    admit_request_to_pb,
     change_from_pb,
+    lease_request_to_pb,
     outcome_from_pb,
     record_to_pb,
     share_from_pb,
@@ -48,6 +48,10 @@ _RETRY_S = 0.1
 _RECORDS_AT_ONCE = 100
 # While the manager learns it admits nobody anyway, and waits for all.
 _RECORDS_WHILE_IT_LEARNS = 2_000
+# What comes up while so many messages are not read yet is asked together. Read one by one, those that came while the
+# manager was busy would take until long after. It takes half a millisecond for each, and hears nobody else meanwhile.
+_MESSAGES_UNREAD = 1
+_REQUESTS_AT_ONCE = 16
 # Leases that are given back sooner after others go together, so that a call for each does not keep the manager busy.
 _RELEASE_PERIOD_S = 0.02
 _RELEASES_AT_ONCE = 1_000
@@ -72,7 +76,7 @@ class ManagerLink:
         self._address: ManagerAddress | None = None
         self._stub: pb_grpc.CacheManagerServiceStub | None = None
         # What is to be asked, while there is somebody to ask, and who waits for an answer, by lease.
-        self._questions: asyncio.Queue[pb.AdmitRequest] | None = None
+        self._questions: asyncio.Queue[pb.LeaseRequest] | None = None
         self._answers: dict[str, asyncio.Future[str | Refused]] = {}
         self.held = HeldLeases()
         self._lease_s = math.inf  # as the manager last said
@@ -96,7 +100,7 @@ class ManagerLink:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[str | Refused] = loop.create_future()
         self._answers[request.lease_id] = answer
-        self._questions.put_nowait(admit_request_to_pb(request))
+        self._questions.put_nowait(lease_request_to_pb(request))
         try:
             with self._timed("Admit"):
                 outcome = await answer
@@ -174,11 +178,12 @@ class ManagerLink:
             logger.info("connected to the cache manager at %s", address.target)
             self._stub, self._questions = stub, asyncio.Queue()
             call: _AdmitCall = stub.Admit(metadata=self._metadata())
+            unread = asyncio.Semaphore(_MESSAGES_UNREAD)
             works = (
                 self._keep_beating(stub),
                 self._keep_releasing(stub),
-                _keep_asking(call, self._questions),
-                self._keep_answering(call),
+                self._keep_asking(call, self._questions, unread),
+                self._keep_answering(call, unread),
             )
             tasks = [asyncio.create_task(work) for work in works]
             try:
@@ -221,11 +226,29 @@ class ManagerLink:
             self.shares = {name: share_from_pb(share) for name, share in response.shares.items()}
         return self.is_learning
 
-    async def _keep_answering(self, call: _AdmitCall) -> None:
+    async def _keep_asking(
+        self, call: _AdmitCall, questions: asyncio.Queue[pb.LeaseRequest], unread: asyncio.Semaphore
+    ) -> None:
+        while True:
+            await unread.acquire()
+            requests = [await questions.get()]
+            while len(requests) < _REQUESTS_AT_ONCE and not questions.empty():
+                requests.append(questions.get_nowait())
+            try:
+                await call.write(pb.AdmitRequest(router_id=self._router_id, requests=requests))
+            except asyncio.InvalidStateError as error:  # what gRPC says of a call that is over
+                raise ManagerLostError("the cache manager ended the stream") from error
+
+    async def _keep_answering(self, call: _AdmitCall, unread: asyncio.Semaphore) -> None:
+        num_read = 0
         async for message in call:
-            answer = self._answers.get(message.lease_id)
-            if answer and not answer.done():
-                answer.set_result(outcome_from_pb(message))
+            for _ in range(message.num_read - num_read):
+                unread.release()
+            num_read = message.num_read
+            for decision in message.decisions:
+                answer = self._answers.get(decision.lease_id)
+                if answer and not answer.done():
+                    answer.set_result(outcome_from_pb(decision))
         raise ManagerLostError("the cache manager ended the stream")
 
     async def _keep_releasing(self, stub: pb_grpc.CacheManagerServiceStub) -> None:
@@ -257,12 +280,3 @@ class ManagerLink:
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         assert self._address, "a connection has an address"
         return self._address.metadata
-
-
-async def _keep_asking(call: _AdmitCall, questions: asyncio.Queue[pb.AdmitRequest]) -> None:
-    while True:
-        question = await questions.get()
-        try:
-            await call.write(question)
-        except asyncio.InvalidStateError as error:  # what gRPC says of a call that is over
-            raise ManagerLostError("the cache manager ended the stream") from error

@@ -12,7 +12,6 @@ Only this module knows time; the event loop is the one writer of the manager's s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import hmac
 import logging
@@ -20,7 +19,7 @@ import math
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -30,19 +29,19 @@ from kvorum.cluster.manager import pacing
 from kvorum.cluster.manager.cache_manager import CacheManager
 from kvorum.cluster.manager.lifetimes import ROUTER_TIMEOUT_S
 from kvorum.cluster.manager.safe_shares import SafeShare
+from kvorum.cluster.manager.streams import EngineStream, RouterStream, sending
 from kvorum.cluster.manager.tls import ControlTls, server_credentials
-from kvorum.cluster.manager.types import AdmitRequest, ClusterView, Outcome, TenantLimits, Waiting
+from kvorum.cluster.manager.types import AdmitRequest, ClusterView, EngineFacts, Outcome, TenantLimits, Waiting
 from kvorum.cluster.manager.watching import difference
 from kvorum.cluster.manager.wire import (
     Acknowledgement,
     Delta,
     EngineMessage,
     Snapshot,
-    admit_request_from_pb,
     change_to_pb,
     directive_to_pb,
     engine_message_from_pb,
-    outcome_to_pb,
+    lease_request_from_pb,
     record_from_pb,
     share_to_pb,
 )
@@ -59,6 +58,7 @@ STALL_S = 0.9
 # A router that has more to tell is waited for so long, again and again, but not longer than one that is gone.
 MORE_S = 1.0
 WATCH_PERIOD_S = 0.5
+LISTEN_PERIOD_S = 0.5
 SHARES_PERIOD_S = 0.5
 
 # Both are explained by serve_promptly: objects of each generation before Python looks for cycles there, and how long a
@@ -86,35 +86,6 @@ class LearningError(Exception):
     """Nothing is granted yet, since the manager may not have been told what all routers hold."""
 
 
-@dataclass(slots=True)
-class _EngineLink:
-    """One engine's stream: what is to be sent, and the wait for what comes."""
-
-    outbox: asyncio.Queue[pb.CoordinateResponse]
-    epoch: int = 0
-    said_s: float = -math.inf  # when it was last sent something
-    report_period_s: float = 0.0  # what it was told then
-    silence: asyncio.Timeout | None = None  # what ends the wait for its next message
-
-    def say(self, message: pb.CoordinateResponse, now_s: float, *, report_period_s: float) -> None:
-        """Send it something."""
-        if report_period_s > self.report_period_s and self.silence and not self.silence.expired():
-            self.silence.reschedule(asyncio.get_running_loop().time() + pacing.silence_s(report_period_s))
-        self.said_s, self.report_period_s = now_s, report_period_s
-        message.report_period_s = report_period_s
-        self.outbox.put_nowait(message)
-
-    async def next(self, messages: AsyncIterator[EngineMessage]) -> EngineMessage | None:
-        """Return the engine's next message; None when it has ended its stream or is silent."""
-        try:
-            async with asyncio.timeout(pacing.silence_s(self.report_period_s)) as self.silence:
-                return await anext(messages, None)
-        except TimeoutError:
-            return None
-        finally:
-            self.silence = None
-
-
 class ManagerServer:
     """Serves one CacheManager until stopped.
 
@@ -137,9 +108,12 @@ class ManagerServer:
         self._learn_s = learn_s
         self._knows_s = self._learns_until_s = self._seen_s = math.inf
         # Where the answer for a lease that waits goes: mostly one stream, two when its router's connection broke.
-        self._waiting: dict[str, set[asyncio.Queue[pb.AdmitResponse]]] = {}
-        self._asking: set[asyncio.Timeout] = set()
-        self._engines: dict[str, _EngineLink] = {}
+        self._waiting: dict[str, set[RouterStream]] = {}
+        self._routers: set[RouterStream] = set()
+        # All that are open, and those of them on which an engine has said who it is.
+        self._engine_streams: set[EngineStream] = set()
+        self._engines: dict[str, EngineStream] = {}
+        self._listened_s = -math.inf
         self._shares: Mapping[str, SafeShare] = {}
         self._shares_until_s = 0.0
         self._server: grpc.aio.Server | None = None
@@ -188,41 +162,43 @@ class ManagerServer:
             self.manager.resume(now_s)
             for lease_id in self._waiting:
                 self.manager.cancel(lease_id)
-            for stream in self._asking:
-                if not stream.expired():
-                    stream.reschedule(asyncio.get_running_loop().time())
+            for router in self._routers:
+                router.end()
+            for engine in self._engine_streams:
+                engine.heard_s = now_s
         self._seen_s = now_s
         return now_s
 
-    async def admit(self, messages: AsyncIterator[pb.AdmitRequest], outbox: asyncio.Queue[pb.AdmitResponse]) -> None:
+    async def admit(self, messages: AsyncIterator[pb.AdmitRequest], stream: RouterStream) -> None:
         """Decide on what one router asks, until its stream ends. Raises LearningError, also after a standstill."""
-        stream = asyncio.timeout(None)
         try:
-            async with stream:
-                self._asking.add(stream)
+            async with stream.ending:
+                self._routers.add(stream)
                 async for message in messages:
-                    self._admit(admit_request_from_pb(message), outbox)
+                    for request in message.requests:
+                        self._admit(lease_request_from_pb(request, message.router_id), stream)
+                    stream.note_read()
+                    self._settle()
         except TimeoutError:
             raise LearningError from None
         finally:
-            self._asking.discard(stream)
+            self._routers.discard(stream)
             now_s = self._clock()
-            for lease_id, outboxes in [*self._waiting.items()]:
-                outboxes.discard(outbox)
-                if not outboxes:
+            for lease_id, streams in [*self._waiting.items()]:
+                streams.discard(stream)
+                if not streams:
                     del self._waiting[lease_id]
                     self.manager.release(lease_id, now_s)
             self._settle()
 
-    def _admit(self, request: AdmitRequest, outbox: asyncio.Queue[pb.AdmitResponse]) -> None:
+    def _admit(self, request: AdmitRequest, stream: RouterStream) -> None:
         if self.is_learning:
             raise LearningError
         outcome: Outcome = self.manager.admit(request, self._now())
         if isinstance(outcome, Waiting):
-            self._waiting.setdefault(request.lease_id, set()).add(outbox)
+            self._waiting.setdefault(request.lease_id, set()).add(stream)
         else:
-            outbox.put_nowait(outcome_to_pb(outcome))
-        self._settle()
+            stream.decide(outcome)
 
     def renew(self, message: pb.RenewRequest) -> pb.RenewResponse:
         """Take what a router holds and tell it what it may do alone."""
@@ -257,50 +233,65 @@ class ManagerServer:
 
     # Engines.
 
-    async def coordinate(
-        self, messages: AsyncIterator[EngineMessage], outbox: asyncio.Queue[pb.CoordinateResponse]
-    ) -> None:
+    async def coordinate(self, messages: AsyncIterator[pb.CoordinateRequest], stream: EngineStream) -> None:
         """Follow one engine's stream until it ends or falls silent."""
-        link = _EngineLink(outbox)
-        first = await link.next(messages)
-        if not isinstance(first, Snapshot):
-            return
-        engine_id, link.epoch = first.facts.engine_id, first.facts.epoch
-        known = self._engines.get(engine_id)
-        if known and known.epoch > link.epoch:
-            return
-        self._engines[engine_id] = link
-        logger.info("engine %s is connected", engine_id)
+        stream.heard_s = self._now()
         try:
-            message: EngineMessage | None = first
-            while message is not None and self._engines.get(engine_id) is link:
-                self._take(engine_id, link, message)
-                message = await link.next(messages)
+            async with stream.ending:
+                self._engine_streams.add(stream)
+                async for message in messages:
+                    if not self._take(stream, engine_message_from_pb(message)):
+                        break
+        except TimeoutError:
+            pass  # it fell silent
         finally:
-            if self._engines.get(engine_id) is link:
-                del self._engines[engine_id]
-                self.manager.disconnect(engine_id, link.epoch, self._now())
-                logger.warning("engine %s is not connected any more", engine_id)
+            self._engine_streams.discard(stream)
+            if self._engines.get(stream.engine_id) is stream:
+                del self._engines[stream.engine_id]
+                self.manager.disconnect(stream.engine_id, stream.epoch, self._now())
+                logger.warning("engine %s is not connected any more", stream.engine_id)
                 self._settle()
 
-    def _take(self, engine_id: str, link: _EngineLink, message: EngineMessage) -> None:
-        now_s = self._now()
+    def _take(self, stream: EngineStream, message: EngineMessage) -> bool:
+        """Take a message; return whether more of them are wanted."""
+        now_s = stream.heard_s = self._now()
+        if not stream.engine_id:
+            if not isinstance(message, Snapshot) or not self._meet(stream, message.facts):
+                return False
+        elif self._engines.get(stream.engine_id) is not stream:
+            return False
         match message:
             case Snapshot(facts, report, leases):
                 self.manager.connect(facts, report, leases, now_s)
             case Delta(number, report, changes):
-                is_known = self.manager.take_report(engine_id, link.epoch, number, report, changes, now_s)
+                is_known = self.manager.take_report(stream.engine_id, stream.epoch, number, report, changes, now_s)
                 if not is_known:
-                    self._say(link, pb.CoordinateResponse(send_snapshot=pb.SnapshotOrder()), now_s)
+                    self._say(stream, pb.CoordinateResponse(send_snapshot=pb.SnapshotOrder()), now_s)
             case Acknowledgement(number):
-                self.manager.acknowledge(engine_id, link.epoch, number)
+                self.manager.acknowledge(stream.engine_id, stream.epoch, number)
         self._settle()
         # Engines speak by themselves, so nobody else has to look whom to answer, and when.
-        if now_s - link.said_s >= pacing.answer_period_s(link.report_period_s):
-            self._say(link, pb.CoordinateResponse(heartbeat=pb.Heartbeat()), now_s)
+        if now_s - stream.said_s >= pacing.answer_period_s(stream.report_period_s):
+            self._say(stream, pb.CoordinateResponse(heartbeat=pb.Heartbeat()), now_s)
+        return True
 
-    def _say(self, link: _EngineLink, message: pb.CoordinateResponse, now_s: float) -> None:
-        link.say(message, now_s, report_period_s=pacing.report_period_s(len(self._engines)))
+    def _meet(self, stream: EngineStream, facts: EngineFacts) -> bool:
+        """Let a stream be its engine's, unless a later one is."""
+        known = self._engines.get(facts.engine_id)
+        if known and known.epoch > facts.epoch:
+            return False
+        stream.engine_id, stream.epoch = facts.engine_id, facts.epoch
+        self._engines[facts.engine_id] = stream
+        logger.info("engine %s is connected", facts.engine_id)
+        return True
+
+    def _say(self, stream: EngineStream, message: pb.CoordinateResponse, now_s: float) -> None:
+        stream.say(message, now_s, report_period_s=pacing.report_period_s(len(self._engines)))
+
+    def _end_silent(self, now_s: float) -> None:
+        for stream in self._engine_streams:
+            if stream.is_silent(now_s):
+                stream.end()
 
     # Operators.
 
@@ -320,20 +311,24 @@ class ManagerServer:
         while True:
             await asyncio.sleep(pacing.TICK_S)
             try:
-                self.manager.tick(self._now())
+                now_s = self._now()
+                self.manager.tick(now_s)
                 self._settle()
+                if now_s - self._listened_s >= LISTEN_PERIOD_S:
+                    self._listened_s = now_s
+                    self._end_silent(now_s)
             except Exception:
                 logger.exception("a tick failed")  # the next one may not: without any nothing would ever end
 
     def _settle(self) -> None:
         """Send what the manager has decided."""
         for outcome in self.manager.take_outcomes():
-            for outbox in self._waiting.pop(outcome.lease_id, ()):
-                outbox.put_nowait(outcome_to_pb(outcome))
+            for router in self._waiting.pop(outcome.lease_id, ()):
+                router.decide(outcome)
         now_s = self._clock()
         for engine_id, directive in self.manager.take_directives(now_s).items():
-            if link := self._engines.get(engine_id):
-                self._say(link, directive_to_pb(directive), now_s)
+            if engine := self._engines.get(engine_id):
+                self._say(engine, directive_to_pb(directive), now_s)
 
     def check_token(self, context: _Context) -> bool:
         """Say whether a caller brings the cluster's token."""
@@ -351,10 +346,10 @@ class _Servicer(pb_grpc.CacheManagerServiceServicer):
 
     async def Admit(self, request_iterator: AsyncIterator[pb.AdmitRequest], context: _Context) -> None:
         await self._check(context)
-        outbox: asyncio.Queue[pb.AdmitResponse] = asyncio.Queue()
-        async with _sending(context, outbox):
+        stream = RouterStream()
+        async with sending(context, stream.messages()):
             try:
-                await self._server.admit(request_iterator, outbox)
+                await self._server.admit(request_iterator, stream)
             except LearningError:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the cache manager learns what runs before it grants")
 
@@ -369,9 +364,9 @@ class _Servicer(pb_grpc.CacheManagerServiceServicer):
 
     async def Coordinate(self, request_iterator: AsyncIterator[pb.CoordinateRequest], context: _Context) -> None:
         await self._check(context)
-        outbox: asyncio.Queue[pb.CoordinateResponse] = asyncio.Queue()
-        async with _sending(context, outbox):
-            await self._server.coordinate(_engine_messages(request_iterator), outbox)
+        stream = EngineStream()
+        async with sending(context, stream.messages()):
+            await self._server.coordinate(request_iterator, stream)
 
     async def Watch(self, request: pb.WatchRequest, context: _Context) -> AsyncIterator[pb.WatchResponse]:
         await self._check(context)
@@ -381,28 +376,3 @@ class _Servicer(pb_grpc.CacheManagerServiceServicer):
     async def _check(self, context: _Context) -> None:
         if not self._server.check_token(context):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the control plane's token is needed")
-
-
-async def _engine_messages(messages: AsyncIterator[pb.CoordinateRequest]) -> AsyncIterator[EngineMessage]:
-    async for message in messages:
-        yield engine_message_from_pb(message)
-
-
-@contextlib.asynccontextmanager
-async def _sending(context: _Context, outbox: asyncio.Queue[Any]) -> AsyncIterator[None]:
-    """Send meanwhile what is queued."""
-    writing = asyncio.create_task(_write(context, outbox))
-    try:
-        yield
-    finally:
-        writing.cancel()
-        await asyncio.gather(writing, return_exceptions=True)
-
-
-async def _write(context: _Context, outbox: asyncio.Queue[Any]) -> None:
-    while True:
-        message = await outbox.get()
-        try:
-            await context.write(message)
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            return  # whoever reads the stream sees its end too

@@ -61,9 +61,9 @@ EngineMessage = Snapshot | Delta | Acknowledgement
 # Routers.
 
 
-def admit_request_to_pb(request: AdmitRequest) -> pb.AdmitRequest:
-    """Write an AdmitRequest."""
-    return pb.AdmitRequest(
+def lease_request_to_pb(request: AdmitRequest) -> pb.LeaseRequest:
+    """Write an AdmitRequest; who asks is said once for all of a message."""
+    return pb.LeaseRequest(
         lease_id=request.lease_id,
         tenant=request.tenant,
         sequence_blocks=request.sequence_blocks,
@@ -71,11 +71,10 @@ def admit_request_to_pb(request: AdmitRequest) -> pb.AdmitRequest:
         max_wait_s=request.max_wait_s,
         priority=request.priority,
         prefix_runs=request.prefix_runs,
-        router_id=request.router_id,
     )
 
 
-def admit_request_from_pb(message: pb.AdmitRequest) -> AdmitRequest:
+def lease_request_from_pb(message: pb.LeaseRequest, router_id: str) -> AdmitRequest:
     """Read an AdmitRequest."""
     return AdmitRequest(
         lease_id=message.lease_id,
@@ -85,15 +84,15 @@ def admit_request_from_pb(message: pb.AdmitRequest) -> AdmitRequest:
         max_wait_s=message.max_wait_s,
         priority=message.priority,
         prefix_runs=tuple(message.prefix_runs),
-        router_id=message.router_id,
+        router_id=router_id,
     )
 
 
-def outcome_to_pb(outcome: Granted | Refused) -> pb.AdmitResponse:
+def outcome_to_pb(outcome: Granted | Refused) -> pb.LeaseDecision:
     """Write the answer to an AdmitRequest."""
     if isinstance(outcome, Granted):
-        return pb.AdmitResponse(lease_id=outcome.lease_id, grant=pb.Grant(engine_id=outcome.engine_id))
-    return pb.AdmitResponse(
+        return pb.LeaseDecision(lease_id=outcome.lease_id, grant=pb.Grant(engine_id=outcome.engine_id))
+    return pb.LeaseDecision(
         lease_id=outcome.lease_id,
         refusal=pb.Refusal(
             reason=_REASON_PREFIX + outcome.reason.name,
@@ -103,7 +102,7 @@ def outcome_to_pb(outcome: Granted | Refused) -> pb.AdmitResponse:
     )
 
 
-def outcome_from_pb(message: pb.AdmitResponse) -> str | Refused:
+def outcome_from_pb(message: pb.LeaseDecision) -> str | Refused:
     """Read the answer to an AdmitRequest: the engine's id, or why not."""
     if message.WhichOneof("outcome") == "grant":
         return message.grant.engine_id

@@ -29,7 +29,15 @@ REFUSAL_REASON_DEADLINE: RefusalReason
 REFUSAL_REASON_UNKNOWN_TENANT: RefusalReason
 
 class AdmitRequest(_message.Message):
-    __slots__ = ("lease_id", "tenant", "sequence_blocks", "tokens", "max_wait_s", "priority", "prefix_runs", "router_id")
+    __slots__ = ("router_id", "requests")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    requests: _containers.RepeatedCompositeFieldContainer[LeaseRequest]
+    def __init__(self, router_id: _Optional[str] = ..., requests: _Optional[_Iterable[_Union[LeaseRequest, _Mapping]]] = ...) -> None: ...
+
+class LeaseRequest(_message.Message):
+    __slots__ = ("lease_id", "tenant", "sequence_blocks", "tokens", "max_wait_s", "priority", "prefix_runs")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -37,7 +45,6 @@ class AdmitRequest(_message.Message):
     MAX_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PREFIX_RUNS_FIELD_NUMBER: _ClassVar[int]
-    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     tenant: str
     sequence_blocks: _containers.RepeatedScalarFieldContainer[int]
@@ -45,10 +52,17 @@ class AdmitRequest(_message.Message):
     max_wait_s: float
     priority: int
     prefix_runs: _containers.RepeatedScalarFieldContainer[int]
-    router_id: str
-    def __init__(self, lease_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sequence_blocks: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., max_wait_s: _Optional[float] = ..., priority: _Optional[int] = ..., prefix_runs: _Optional[_Iterable[int]] = ..., router_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sequence_blocks: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., max_wait_s: _Optional[float] = ..., priority: _Optional[int] = ..., prefix_runs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AdmitResponse(_message.Message):
+    __slots__ = ("decisions", "num_read")
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_READ_FIELD_NUMBER: _ClassVar[int]
+    decisions: _containers.RepeatedCompositeFieldContainer[LeaseDecision]
+    num_read: int
+    def __init__(self, decisions: _Optional[_Iterable[_Union[LeaseDecision, _Mapping]]] = ..., num_read: _Optional[int] = ...) -> None: ...
+
+class LeaseDecision(_message.Message):
     __slots__ = ("lease_id", "grant", "refusal")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]

@@ -21,15 +21,17 @@ from kvorum.cluster.manager import pacing
 from kvorum.cluster.manager.cache_manager import CacheManager
 from kvorum.cluster.manager.channel import ManagerAddress, ManagerLostError, open_channel
 from kvorum.cluster.manager.lifetimes import ROUTER_TIMEOUT_S
-from kvorum.cluster.manager.service import LEARN_S, MORE_S, STALL_S, LearningError, ManagerServer, _EngineLink
+from kvorum.cluster.manager.service import LEARN_S, MORE_S, STALL_S, LearningError, ManagerServer
+from kvorum.cluster.manager.streams import EngineStream, RouterStream
 from kvorum.cluster.manager.tls import read_tls
-from kvorum.cluster.manager.types import AdmitRequest, LeaseRecord, Refused, TenantLimits
+from kvorum.cluster.manager.types import AdmitRequest, EngineFacts, LeaseRecord, Refused, TenantLimits
 from kvorum.cluster.manager.watching import ViewChange
-from kvorum.cluster.manager.wire import Acknowledgement, EngineMessage, admit_request_to_pb
+from kvorum.cluster.manager.wire import Snapshot, engine_message_to_pb, lease_request_to_pb
 from kvorum.cluster.manager_link import ManagerLink
 from kvorum.cluster.tenants import DEFAULT_TENANT, Tenant, hash_key
 from kvorum.protos.cache.v1 import cache_pb2 as pb
 from kvorum.protos.cache.v1 import cache_pb2_grpc as pb_grpc
+from kvorum.workers.governance import EngineReport
 from kvtest.counting import samples_of
 from kvtest.managed import LEASE_S, ManagedCluster, managed_cluster
 from kvtest.servers import http_client
@@ -75,7 +77,8 @@ def test_a_manager_that_learns_what_runs_grants_nothing() -> None:
         async with grpc.aio.insecure_channel(address.target) as channel:
             stub: Any = pb_grpc.CacheManagerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
             call = stub.Admit(metadata=address.metadata)
-            await call.write(pb.AdmitRequest(lease_id="x", tenant=DEFAULT_TENANT, sequence_blocks=[1]))
+            request = pb.LeaseRequest(lease_id="x", tenant=DEFAULT_TENANT, sequence_blocks=[1])
+            await call.write(pb.AdmitRequest(router_id="x", requests=[request]))
             assert await call.code() is grpc.StatusCode.UNAVAILABLE
             assert (await stub.Renew(pb.RenewRequest(router_id="x"), metadata=address.metadata)).is_learning
 
@@ -103,10 +106,11 @@ def test_a_manager_that_stood_still_learns_anew() -> None:
         assert known == [True] * 9 + [False] * 4
 
         async def asked() -> AsyncIterator[pb.AdmitRequest]:
-            yield pb.AdmitRequest(lease_id="waits", tenant=DEFAULT_TENANT, sequence_blocks=[1], max_wait_s=60.0)
+            waits = pb.LeaseRequest(lease_id="waits", tenant=DEFAULT_TENANT, sequence_blocks=[1], max_wait_s=60.0)
+            yield pb.AdmitRequest(router_id="r", requests=[waits])
             await asyncio.Event().wait()
 
-        serving = asyncio.create_task(server.admit(asked(), asyncio.Queue()))
+        serving = asyncio.create_task(server.admit(asked(), RouterStream()))
         await eventually(lambda: bool(manager.view().tenants[0].num_waiting))
         now_s[0] += 2 * STALL_S
         with pytest.raises(LearningError):
@@ -258,18 +262,35 @@ def test_a_watch_ends_with_an_error_when_the_manager_is_lost() -> None:
 def test_the_same_question_twice_gets_one_lease() -> None:
     async def scenario(cluster: ManagedCluster) -> None:
         address = await cluster.manager.find()
-        request = admit_request_to_pb(AdmitRequest("same", DEFAULT_TENANT, (5,), 80, 1.0))
+        question = lease_request_to_pb(AdmitRequest("same", DEFAULT_TENANT, (5,), 80, 1.0))
+        request = pb.AdmitRequest(router_id="r", requests=[question])
         async with open_channel(address, None) as channel:
             stub: Any = pb_grpc.CacheManagerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated code
             calls = [stub.Admit(metadata=address.metadata) for _ in range(2)]
             for call in (*calls, calls[0]):
                 await call.write(request)
-                answer = await call.read()
-                assert (answer.lease_id, answer.grant.engine_id) == ("same", "engine-0")
+                (decision,) = (await call.read()).decisions
+                assert (decision.lease_id, decision.grant.engine_id) == ("same", "engine-0")
             assert cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 5
             for _ in range(2):
                 await stub.Release(pb.ReleaseRequest(lease_ids=["same", "never"]), metadata=address.metadata)
             assert cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 0
+
+    run(scenario)
+
+
+def test_requests_that_come_up_together_share_messages() -> None:
+    async def scenario(cluster: ManagedCluster) -> None:
+        assert cluster.manager.server
+        link = ManagerLink(cluster.manager.find, router_id="many")
+        running = asyncio.create_task(link.run())
+        await eventually(lambda: link.is_up)
+        for round_ in range(2):
+            requests = [AdmitRequest(f"{round_}-{index}", DEFAULT_TENANT, (1,), 16, 0.0) for index in range(24)]
+            assert len(await asyncio.gather(*map(link.admit, requests))) == 24
+        num_read = [stream._num_read for stream in cluster.manager.server._routers if stream._num_read]
+        assert num_read == [4], "16 and 8, twice"
+        running.cancel()
 
     run(scenario)
 
@@ -292,7 +313,7 @@ def test_a_lease_lasts_as_long_as_its_router_holds_it() -> None:
         link = ManagerLink(cluster.manager.find, router_id="r")
         running = asyncio.create_task(link.run())
         await eventually(lambda: link.is_up)
-        await link.admit(AdmitRequest("held", DEFAULT_TENANT, (5,), 80, 1.0, router_id="r"))
+        await link.admit(AdmitRequest("held", DEFAULT_TENANT, (5,), 80, 1.0))
         for _ in range(5):
             await asyncio.sleep(LEASE_S / 2)
             assert cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 5
@@ -323,21 +344,43 @@ def test_a_router_that_the_manager_has_forgotten_tells_it_all_again() -> None:
     run(scenario)
 
 
-def test_the_wait_for_an_engine_follows_the_pace_that_it_is_told_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacing, "SILENCE_S", 0.05)
-
-    async def silent() -> AsyncIterator[EngineMessage]:
-        await asyncio.Event().wait()
-        yield Acknowledgement(1)
-
+def test_an_engine_that_falls_silent_is_let_go_at_the_pace_that_it_was_told() -> None:
     async def main() -> None:
-        assert await _EngineLink(asyncio.Queue()).next(silent()) is None
-        link = _EngineLink(asyncio.Queue())
-        waiting = asyncio.create_task(link.next(silent()))
-        await eventually(lambda: link.silence is not None)
-        link.say(pb.CoordinateResponse(), 0.0, report_period_s=100.0)
-        assert (await asyncio.wait({waiting}, timeout=0.2))[1], "it waits for the next report"
-        waiting.cancel()
+        now_s = [100.0]
+        manager = CacheManager([TenantLimits(DEFAULT_TENANT)], lease_s=30.0, engine_grace_s=1.0)
+        server = ManagerServer(manager, token="t", clock=lambda: now_s[0])
+        await server.start("127.0.0.1")
+        snapshot = engine_message_to_pb(Snapshot(EngineFacts("engine-0", 1, 10, 10), EngineReport(10, 10, 0), ()))
+
+        async def says(*messages: pb.CoordinateRequest) -> AsyncIterator[pb.CoordinateRequest]:
+            for message in messages:
+                yield message
+            await asyncio.Event().wait()
+
+        async def after(seconds: float) -> None:
+            for _ in range(round(2 * seconds)):  # in steps that are no standstill
+                now_s[0] += 0.5
+                await eventually(lambda: server._listened_s == now_s[0])
+
+        speaks, nameless = EngineStream(), EngineStream()
+        serving = [
+            asyncio.create_task(server.coordinate(says(snapshot), speaks)),
+            asyncio.create_task(server.coordinate(says(), nameless)),
+        ]
+        await eventually(lambda: speaks.engine_id == "engine-0")
+        speaks.say(pb.CoordinateResponse(), now_s[0], report_period_s=1.0)
+        await after(pacing.SILENCE_S)
+        assert not any(task.done() for task in serving)
+        await after(0.5)
+        await asyncio.wait_for(serving[1], 5.0)
+        assert manager.view().engines
+        now_s[0] += 60.0  # a standstill, in which nobody could be heard
+        await eventually(lambda: server._listened_s == now_s[0])
+        await after(pacing.silence_s(1.0))
+        assert not serving[0].done()
+        await after(0.5)
+        await asyncio.wait_for(serving[0], 5.0)
+        await server.stop()
 
     asyncio.run(main())
 
