@@ -6,6 +6,8 @@
    multiply-adds, int16 dot products (native/floor.cc).
 2. Times decode steps at several batch sizes, by turns: `full`, with scores, with victims chosen and replaced.
 3. Prints each against its floor, and the ratios to quote: medians over rounds of the ratio within a round.
+4. Times steps by turns alone and beside a process that keeps one core busy for a fifth of the time, in bursts.
+5. Times prompts, with both roundings of their activations.
 
 The floor of a step is the sum over its two parts, which depend on each other layer by layer and cannot overlap: linear
 layers and attention each take at least the time to read their bytes, or to do their arithmetic, whichever is longer.
@@ -14,14 +16,16 @@ layers and attention each take at least the time to read their bytes, or to do t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -43,6 +47,22 @@ from kvorum.workers.config import EngineConfig
 
 BLOCK_SIZE = 16
 RULE = EvictionRule(recent_tokens=64)
+PROMPT_CHUNK = 512
+NEIGHBOUR_SHARE = 0.2
+# What a neighbour runs, given its core, how long it is busy, and how long it sleeps then.
+_NEIGHBOUR = """
+import os, sys, time
+core, busy_s, idle_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+os.sched_setaffinity(0, {core})
+print(flush=True)
+while True:
+    until_s = time.perf_counter() + busy_s
+    while time.perf_counter() < until_s:
+        pass
+    time.sleep(idle_s)
+"""
+# A row of results for --json.
+Row = dict[str, object]
 WEIGHTS = {
     "gguf": {"quantization": "gguf"},
     "float32": {"dtype": "float32"},
@@ -130,6 +150,8 @@ def main() -> None:
     parser.add_argument(
         "--long-context", type=int, default=3000, help="slots at which eviction is compared, 4 sequences"
     )
+    parser.add_argument("--bursts-ms", type=float, nargs="*", default=[0.3, 1.0], help="how long a neighbour is busy")
+    parser.add_argument("--prompts", type=int, nargs="*", default=[512, 3000], help="their lengths; of GGUF weights")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="steps of a case in each round")
     parser.add_argument("--json", type=Path, help="write everything there too")
@@ -141,19 +163,25 @@ def main() -> None:
         f"{machine.num_threads} threads: read {speeds.read_bytes / 1e9:.1f} GB/s, "
         f"multiply-add {speeds.fma_flops / 1e9:.0f} GFLOP/s, int16 dot {speeds.dot_ops / 1e9:.0f} GOP/s\n"
     )
-    results = []
+    results, neighbours = [], []
     for weights in args.weights:
         backend = load(args.model, weights)
         groups = [cases_at(batch, args.context) for batch in args.batch] + [cases_at(4, args.long_context)]
         for cases in groups:
             results += time_cases(backend, weights, cases, machine, rounds=args.rounds, steps=args.steps)
+        for burst_ms in args.bursts_ms:
+            beside = time_beside_neighbour(backend, args.context, burst_ms, rounds=args.rounds, steps=args.steps)
+            neighbours.append({"weights": weights} | beside)
+    prompts = time_prompts(args.model, args.prompts, rounds=args.rounds) if "gguf" in args.weights else []
     if args.json:
-        args.json.write_text(json.dumps([asdict(timing) for timing in results], indent=2))
+        steps = [asdict(timing) for timing in results]
+        args.json.write_text(json.dumps({"steps": steps, "neighbours": neighbours, "prompts": prompts}, indent=2))
 
 
-def load(model: str, weights: str) -> CpuBackend:
+def load(model: str, weights: str, **settings: str) -> CpuBackend:
     """Load the model with this kind of weights."""
-    config = EngineConfig(model=model, model_name=model, backend="cpu", **WEIGHTS[weights])  # type: ignore[arg-type]
+    settings = WEIGHTS[weights] | settings
+    config = EngineConfig(model=model, model_name=model, backend="cpu", **settings)  # type: ignore[arg-type]
     checkpoint = resolve(model)
     backend = load_backend(config, checkpoint, Shard.whole(checkpoint.spec))
     assert isinstance(backend, CpuBackend)
@@ -174,11 +202,7 @@ def time_cases(
 ) -> list[Timing]:
     """Time the cases of one size by turns and print them."""
     batch, slots = cases[0].batch, cases[0].slots
-    per_sequence = -(-(slots + 1) // BLOCK_SIZE)
-    pool = backend.allocate_pool(num_blocks=batch * per_sequence, block_size=BLOCK_SIZE, max_num_seqs=batch)
-    pool.kv.copy_(torch.randn(pool.kv.shape[2:]).to(pool.kv.dtype))
-    order = torch.randperm(batch * per_sequence, generator=torch.manual_seed(0)).tolist()
-    tables = [tuple(order[i * per_sequence : (i + 1) * per_sequence]) for i in range(batch)]
+    pool, tables = filled_pool(backend, batch, slots)
     timings = [Timing(weights, case) for case in cases]
     for _ in range(rounds):
         speeds = machine.speeds()
@@ -188,6 +212,75 @@ def time_cases(
             timing.full_ms.append(timings[0].step_ms[-1])
     print(f"{weights}, batch {batch}, {slots} tokens of context", *(timing.line() for timing in timings), sep="\n")
     return timings
+
+
+def filled_pool(backend: CpuBackend, batch: int, slots: int) -> tuple[CpuPool, list[tuple[int, ...]]]:
+    """Return a pool of random keys and values, and each sequence's block table, in random order."""
+    per_sequence = -(-(slots + 1) // BLOCK_SIZE)
+    pool = backend.allocate_pool(num_blocks=batch * per_sequence, block_size=BLOCK_SIZE, max_num_seqs=batch)
+    pool.kv.copy_(torch.randn(pool.kv.shape[2:]).to(pool.kv.dtype))
+    order = torch.randperm(batch * per_sequence, generator=torch.manual_seed(0)).tolist()
+    return pool, [tuple(order[i * per_sequence : (i + 1) * per_sequence]) for i in range(batch)]
+
+
+def time_beside_neighbour(backend: CpuBackend, slots: int, burst_ms: float, *, rounds: int, steps: int) -> Row:
+    """Time steps of 16 sequences by turns alone and beside a busy process, and print them: means, so that all count."""
+    case = Case("full", 16, slots)
+    pool, tables = filled_pool(backend, case.batch, slots)
+    alone_ms, beside_ms = [], []
+    for _ in range(rounds):
+        alone_ms.append(statistics.mean(step_ms(backend, pool, case, tables) for _ in range(5 * steps)))
+        with neighbour(burst_ms):
+            beside_ms.append(statistics.mean(step_ms(backend, pool, case, tables) for _ in range(5 * steps)))
+    ratios = [beside / alone for beside, alone in zip(beside_ms, alone_ms, strict=True)]
+    print(
+        f"batch 16, {slots} tokens of context, beside a process that is busy for {burst_ms:g} ms of each "
+        f"{burst_ms / NEIGHBOUR_SHARE:g}\n"
+        f"  {statistics.median(beside_ms):.2f} ms, alone {statistics.median(alone_ms):.2f} ms:"
+        f" {statistics.median(ratios):.2f} x ({min(ratios):.2f} - {max(ratios):.2f})"
+    )
+    return {"burst_ms": burst_ms, "alone_ms": alone_ms, "beside_ms": beside_ms}
+
+
+@contextlib.contextmanager
+def neighbour(burst_ms: float) -> Iterator[None]:
+    """Keep a core busy meanwhile for NEIGHBOUR_SHARE of the time."""
+    core, busy_s = min(os.sched_getaffinity(0)), burst_ms / 1e3
+    numbers = [str(core), str(busy_s), str(busy_s / NEIGHBOUR_SHARE - busy_s)]
+    with subprocess.Popen([sys.executable, "-S", "-c", _NEIGHBOUR, *numbers], stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        process.stdout.readline()  # it is there
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+def time_prompts(model: str, lengths: Sequence[int], *, rounds: int) -> list[Row]:
+    """Time prompts by turns with words and bytes for their activations, and print the best and the median."""
+    rows: list[Row] = []
+    backends = {rounding: load(model, "gguf", prompt_activations=rounding) for rounding in ("int16", "int8")}
+    for length in lengths:
+        taken_ms: dict[str, list[float]] = {rounding: [] for rounding in backends}
+        for _ in range(rounds):
+            for rounding, backend in backends.items():
+                taken_ms[rounding].append(prompt_ms(backend, length))
+        for rounding, each_ms in taken_ms.items():
+            median_ms = statistics.median(each_ms)
+            print(f"prompt of {length} tokens, {rounding}: {min(each_ms):.0f} ms at best, median {median_ms:.0f} ms")
+            rows.append({"length": length, "rounding": rounding, "prompt_ms": each_ms})
+    return rows
+
+
+def prompt_ms(backend: CpuBackend, length: int) -> float:
+    """Run one prompt in chunks and return what it took."""
+    pool, (table,) = filled_pool(backend, 1, length)
+    start_s = time.perf_counter()
+    for start in range(0, length, PROMPT_CHUNK):
+        tokens = torch.randint(0, backend.spec.vocab_size, (min(PROMPT_CHUNK, length - start),))
+        chunk = SequenceStep(row=0, block_table=table, start=start, num_tokens=len(tokens), num_slots=start)
+        backend.forward(pool, backend.prepare(pool, tokens, [chunk]))
+    return (time.perf_counter() - start_s) * 1e3
 
 
 def step_ms(backend: CpuBackend, pool: CpuPool, case: Case, tables: Sequence[tuple[int, ...]]) -> float:

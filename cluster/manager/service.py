@@ -165,7 +165,7 @@ class ManagerServer:
             for router in self._routers:
                 router.end()
             for engine in self._engine_streams:
-                engine.heard_s = now_s
+                engine.hear(now_s)
         self._seen_s = now_s
         return now_s
 
@@ -235,7 +235,7 @@ class ManagerServer:
 
     async def coordinate(self, messages: AsyncIterator[pb.CoordinateRequest], stream: EngineStream) -> None:
         """Follow one engine's stream until it ends or falls silent."""
-        stream.heard_s = self._now()
+        stream.hear(self._now())
         try:
             async with stream.ending:
                 self._engine_streams.add(stream)
@@ -254,7 +254,8 @@ class ManagerServer:
 
     def _take(self, stream: EngineStream, message: EngineMessage) -> bool:
         """Take a message; return whether more of them are wanted."""
-        now_s = stream.heard_s = self._now()
+        now_s = self._now()
+        stream.hear(now_s)
         if not stream.engine_id:
             if not isinstance(message, Snapshot) or not self._meet(stream, message.facts):
                 return False
@@ -312,11 +313,11 @@ class ManagerServer:
             await asyncio.sleep(pacing.TICK_S)
             try:
                 now_s = self._now()
-                self.manager.tick(now_s)
-                self._settle()
                 if now_s - self._listened_s >= LISTEN_PERIOD_S:
                     self._listened_s = now_s
                     self._end_silent(now_s)
+                self.manager.tick(now_s)
+                self._settle()
             except Exception:
                 logger.exception("a tick failed")  # the next one may not: without any nothing would ever end
 

@@ -65,19 +65,26 @@ class EngineStream(Stream):
         super().__init__()
         self.engine_id = ""
         self.epoch = 0
-        self.heard_s = self.said_s = -math.inf  # when something last came, and was last sent
+        self.said_s = -math.inf  # when it was last sent something
         self.report_period_s = 0.0  # what it was told then
+        self._heard_s = math.inf
+        self._slowest_period_s = 0.0  # of those that it was told since it was last heard
         self._outbox: asyncio.Queue[pb.CoordinateResponse] = asyncio.Queue()
 
     def say(self, message: pb.CoordinateResponse, now_s: float, *, report_period_s: float) -> None:
         """Send it something, and at which pace to report."""
         self.said_s, self.report_period_s = now_s, report_period_s
+        self._slowest_period_s = max(self._slowest_period_s, report_period_s)
         message.report_period_s = report_period_s
         self._outbox.put_nowait(message)
 
+    def hear(self, now_s: float) -> None:
+        """Note that something came, or could not have come before."""
+        self._heard_s, self._slowest_period_s = now_s, self.report_period_s
+
     def is_silent(self, now_s: float) -> bool:
-        """Whether nothing came for too long, going by the pace that it was told."""
-        return now_s - self.heard_s > pacing.silence_s(self.report_period_s)
+        """Whether nothing came for too long, at the slowest pace that it may have gone by."""
+        return now_s - self._heard_s > pacing.silence_s(self._slowest_period_s)
 
     async def messages(self) -> AsyncIterator[pb.CoordinateResponse]:
         """Yield what is to be sent, when there is something."""

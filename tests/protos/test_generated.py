@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("inference/v1/inference", "engine/v1/engine")
+PACKAGES = ("inference/v1/inference", "engine/v1/engine", "cache/v1/cache")
 
 
 @pytest.fixture(scope="module")

@@ -70,8 +70,8 @@ class CacheManagerServiceServicer:
         """Admit: a router asks for leave to run requests on engines. Each is answered once it is decided, after standing in
         line as long as it may, so answers come in any order; idempotent by lease id. What still waits leaves the line with
         its Release, or with the stream. A stream, since a call for each request takes twice the time of both ends.
-        A router has few messages under way, so that the next one takes along all that comes up until those are read: the
-        busier the manager, the fewer messages.
+        A router sends nothing while a message of its is not read, so that the next one takes along what comes up until
+        then: the busier the manager, the fewer messages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

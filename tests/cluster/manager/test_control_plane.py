@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,26 +13,22 @@ import grpc
 import grpc.aio
 import pytest
 
-from kvorum.cluster import manager_link
 from kvorum.cluster.certs_command import run as run_certs
 from kvorum.cluster.config import ClusterConfig
-from kvorum.cluster.manager import pacing
 from kvorum.cluster.manager.cache_manager import CacheManager
 from kvorum.cluster.manager.channel import ManagerAddress, ManagerLostError, open_channel
 from kvorum.cluster.manager.lifetimes import ROUTER_TIMEOUT_S
 from kvorum.cluster.manager.service import LEARN_S, MORE_S, STALL_S, LearningError, ManagerServer
-from kvorum.cluster.manager.streams import EngineStream, RouterStream
+from kvorum.cluster.manager.streams import RouterStream
 from kvorum.cluster.manager.tls import read_tls
-from kvorum.cluster.manager.types import AdmitRequest, EngineFacts, LeaseRecord, Refused, TenantLimits
+from kvorum.cluster.manager.types import AdmitRequest, TenantLimits
 from kvorum.cluster.manager.watching import ViewChange
-from kvorum.cluster.manager.wire import Snapshot, engine_message_to_pb, lease_request_to_pb
-from kvorum.cluster.manager_link import ManagerLink
+from kvorum.cluster.manager.wire import lease_request_to_pb
 from kvorum.cluster.tenants import DEFAULT_TENANT, Tenant, hash_key
 from kvorum.protos.cache.v1 import cache_pb2 as pb
 from kvorum.protos.cache.v1 import cache_pb2_grpc as pb_grpc
-from kvorum.workers.governance import EngineReport
 from kvtest.counting import samples_of
-from kvtest.managed import LEASE_S, ManagedCluster, managed_cluster
+from kvtest.managed import ManagedCluster, managed_cluster
 from kvtest.servers import http_client
 from kvtest.waiting import eventually
 
@@ -166,21 +161,6 @@ def test_a_tick_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> 
     assert "a tick failed" in caplog.text
 
 
-def test_a_router_connects_again_whatever_went_wrong(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scenario(cluster: ManagedCluster) -> None:
-        link = ManagerLink(cluster.manager.find, router_id="r")
-        with monkeypatch.context() as broken:
-            broken.setattr(manager_link, "share_from_pb", None)
-            running = asyncio.create_task(link.run())
-            await eventually(lambda: "connection to the cache manager failed" in caplog.text)
-        await eventually(lambda: link.is_up)
-        running.cancel()
-
-    run(scenario)
-
-
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),), (("authorization", "Bearer "),)])
 def test_no_call_is_answered_without_the_token(metadata: tuple[tuple[str, str], ...]) -> None:
     async def scenario(cluster: ManagedCluster) -> None:
@@ -275,144 +255,6 @@ def test_the_same_question_twice_gets_one_lease() -> None:
             for _ in range(2):
                 await stub.Release(pb.ReleaseRequest(lease_ids=["same", "never"]), metadata=address.metadata)
             assert cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 0
-
-    run(scenario)
-
-
-def test_requests_that_come_up_together_share_messages() -> None:
-    async def scenario(cluster: ManagedCluster) -> None:
-        assert cluster.manager.server
-        link = ManagerLink(cluster.manager.find, router_id="many")
-        running = asyncio.create_task(link.run())
-        await eventually(lambda: link.is_up)
-        for round_ in range(2):
-            requests = [AdmitRequest(f"{round_}-{index}", DEFAULT_TENANT, (1,), 16, 0.0) for index in range(24)]
-            assert len(await asyncio.gather(*map(link.admit, requests))) == 24
-        num_read = [stream._num_read for stream in cluster.manager.server._routers if stream._num_read]
-        assert num_read == [4], "16 and 8, twice"
-        running.cancel()
-
-    run(scenario)
-
-
-def test_a_lease_that_nobody_uses_or_renews_is_taken_back() -> None:
-    async def scenario(cluster: ManagedCluster) -> None:
-        link = ManagerLink(cluster.manager.find, router_id="gone")
-        running = asyncio.create_task(link.run())
-        await eventually(lambda: link.is_up)
-        answer = await link.admit(AdmitRequest("forgotten", DEFAULT_TENANT, (5,), 80, 1.0))
-        assert not isinstance(answer, Refused)
-        running.cancel()
-        await eventually(lambda: cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 0)
-
-    run(scenario)
-
-
-def test_a_lease_lasts_as_long_as_its_router_holds_it() -> None:
-    async def scenario(cluster: ManagedCluster) -> None:
-        link = ManagerLink(cluster.manager.find, router_id="r")
-        running = asyncio.create_task(link.run())
-        await eventually(lambda: link.is_up)
-        await link.admit(AdmitRequest("held", DEFAULT_TENANT, (5,), 80, 1.0))
-        for _ in range(5):
-            await asyncio.sleep(LEASE_S / 2)
-            assert cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 5
-        cluster.manager.manager.release("held", 0.0)
-        link.held.add(LeaseRecord("alone", DEFAULT_TENANT, "engine-0", (7,)))  # decided without the manager
-        await eventually(lambda: cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 7)
-        link.held.remove("alone")  # forgotten, not released
-        await eventually(lambda: cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 0)
-        running.cancel()
-
-    run(scenario)
-
-
-def test_a_router_that_the_manager_has_forgotten_tells_it_all_again() -> None:
-    async def scenario(cluster: ManagedCluster) -> None:
-        link = ManagerLink(cluster.manager.find, router_id="r")
-        for number in range(manager_link._RECORDS_AT_ONCE + 3):
-            link.held.add(LeaseRecord(f"lease-{number}", DEFAULT_TENANT, "engine-0", (0, 1)))
-        running = asyncio.create_task(link.run())
-        await eventually(lambda: cluster.manager.tenant(DEFAULT_TENANT).num_running == len(link.held))
-        manager = cluster.manager.manager
-        manager._lifetimes._routers["r"] = -math.inf
-        manager.tick(asyncio.get_running_loop().time())
-        assert not cluster.manager.tenant(DEFAULT_TENANT).num_running
-        await eventually(lambda: cluster.manager.tenant(DEFAULT_TENANT).num_running == len(link.held))
-        running.cancel()
-
-    run(scenario)
-
-
-def test_an_engine_that_falls_silent_is_let_go_at_the_pace_that_it_was_told() -> None:
-    async def main() -> None:
-        now_s = [100.0]
-        manager = CacheManager([TenantLimits(DEFAULT_TENANT)], lease_s=30.0, engine_grace_s=1.0)
-        server = ManagerServer(manager, token="t", clock=lambda: now_s[0])
-        await server.start("127.0.0.1")
-        snapshot = engine_message_to_pb(Snapshot(EngineFacts("engine-0", 1, 10, 10), EngineReport(10, 10, 0), ()))
-
-        async def says(*messages: pb.CoordinateRequest) -> AsyncIterator[pb.CoordinateRequest]:
-            for message in messages:
-                yield message
-            await asyncio.Event().wait()
-
-        async def after(seconds: float) -> None:
-            for _ in range(round(2 * seconds)):  # in steps that are no standstill
-                now_s[0] += 0.5
-                await eventually(lambda: server._listened_s == now_s[0])
-
-        speaks, nameless = EngineStream(), EngineStream()
-        serving = [
-            asyncio.create_task(server.coordinate(says(snapshot), speaks)),
-            asyncio.create_task(server.coordinate(says(), nameless)),
-        ]
-        await eventually(lambda: speaks.engine_id == "engine-0")
-        speaks.say(pb.CoordinateResponse(), now_s[0], report_period_s=1.0)
-        await after(pacing.SILENCE_S)
-        assert not any(task.done() for task in serving)
-        await after(0.5)
-        await asyncio.wait_for(serving[1], 5.0)
-        assert manager.view().engines
-        now_s[0] += 60.0  # a standstill, in which nobody could be heard
-        await eventually(lambda: server._listened_s == now_s[0])
-        await after(pacing.silence_s(1.0))
-        assert not serving[0].done()
-        await after(0.5)
-        await asyncio.wait_for(serving[0], 5.0)
-        await server.stop()
-
-    asyncio.run(main())
-
-
-def test_a_router_leaves_a_manager_that_learns_anew() -> None:
-    async def scenario(cluster: ManagedCluster) -> None:
-        link = cluster.frontend._managed and cluster.frontend._managed.link
-        server = cluster.manager.server
-        assert link
-        assert server
-        await eventually(lambda: link.is_up)
-        server._knows_s = math.inf
-        await eventually(lambda: not link.is_up and link.is_learning)
-        server._knows_s = 0.0
-        await eventually(lambda: link.is_up)
-
-    run(scenario)
-
-
-def test_what_a_lost_connection_left_to_release_is_released_with_the_next() -> None:
-    async def scenario(cluster: ManagedCluster) -> None:
-        link = ManagerLink(cluster.manager.find, router_id="r")
-        running = asyncio.create_task(link.run())
-        await eventually(lambda: link.is_up)
-        await link.admit(AdmitRequest("kept", DEFAULT_TENANT, (5,), 80, 1.0))
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        link.release("kept", has_ended=False)
-        link._release_now.clear()  # the connection broke while it was sent
-        running = asyncio.create_task(link.run())
-        await eventually(lambda: cluster.manager.tenant(DEFAULT_TENANT).reserved_blocks == 0)
-        running.cancel()
 
     run(scenario)
 
