@@ -39,9 +39,13 @@ SETTINGS = {
 
 @dataclass
 class Load:
-    """Clients that ask one seeded question after the other, in threads, until told to stop."""
+    """Clients that ask one seeded question after the other, in threads, until told to stop.
+
+    pause_s: between two of a client's questions, so that what starts meanwhile gets a core.
+    """
 
     url: str
+    pause_s: float = 0.0
     answers: list[str] = field(default_factory=list)
     receipts: list[dict[str, object]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -64,6 +68,7 @@ class Load:
                 self.answers.append(self.ask())
             except httpx.HTTPError as error:
                 self.failures.append(repr(error))
+            self.is_over.wait(self.pause_s)
 
     def engines(self) -> dict[str, float]:
         lines = httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines()
@@ -135,6 +140,7 @@ def test_streams_of_a_lost_rank_go_on_and_the_engine_comes_back(
     while sum(load.engines().values()) == 2:
         assert time.monotonic() < deadline_s, "the loss was not noticed"
         time.sleep(0.1)
+    load.pause_s = 0.5
     load.wait_for_engines()
     load.is_over.set()
     assert max(int(str(receipt["resumes"])) for receipt in load.receipts) >= 1
@@ -142,6 +148,7 @@ def test_streams_of_a_lost_rank_go_on_and_the_engine_comes_back(
 
 def test_new_settings_are_rolled_out_without_a_failed_request(served: Served, load: Load) -> None:
     before = load.wait_for_engines()
+    load.pause_s = 0.5
     served.change(max_num_batched_tokens=512)
     served.serve.wait_for("the settings are rolled out")
     after = load.wait_for_engines()
