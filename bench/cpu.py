@@ -172,7 +172,8 @@ def main() -> None:
         for burst_ms in args.bursts_ms:
             beside = time_beside_neighbour(backend, args.context, burst_ms, rounds=args.rounds, steps=args.steps)
             neighbours.append({"weights": weights} | beside)
-    prompts = time_prompts(args.model, args.prompts, rounds=args.rounds) if "gguf" in args.weights else []
+    has_prompts = args.prompts and "gguf" in args.weights
+    prompts = time_prompts(args.model, args.prompts, rounds=args.rounds) if has_prompts else []
     if args.json:
         steps = [asdict(timing) for timing in results]
         args.json.write_text(json.dumps({"steps": steps, "neighbours": neighbours, "prompts": prompts}, indent=2))

@@ -58,6 +58,7 @@ STALL_S = 0.9
 # A router that has more to tell is waited for so long, again and again, but not longer than one that is gone.
 MORE_S = 1.0
 WATCH_PERIOD_S = 0.5
+# How often it looks which engines are silent.
 LISTEN_PERIOD_S = 0.5
 SHARES_PERIOD_S = 0.5
 

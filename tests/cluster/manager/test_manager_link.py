@@ -126,6 +126,7 @@ def test_a_lease_lasts_as_long_as_its_router_holds_it() -> None:
     async def scenario(cluster: ManagedCluster) -> None:
         async with connected(cluster) as link:
             await link.admit(AdmitRequest("held", DEFAULT_TENANT, (5,), 80, 1.0))
+            assert cluster.manager.manager._ledger.holder_of("held") == "r"
             for _ in range(5):
                 await asyncio.sleep(LEASE_S / 2)
                 assert blocks_of(cluster) == 5
@@ -155,12 +156,12 @@ def test_a_router_that_the_manager_has_forgotten_tells_it_all_again() -> None:
 def test_a_manager_that_learns_is_told_more_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_link, "_RECORDS_AT_ONCE", 10)
     monkeypatch.setattr(manager_link, "_RECORDS_WHILE_IT_LEARNS", 200)
-    told = list[int]()
+    told = list[tuple[int, bool]]()  # how many records, and whether there are more
     renew = ManagerServer.renew
 
     def counting_renew(server: ManagerServer, message: pb.RenewRequest) -> pb.RenewResponse:
         if message.router_id == "r":
-            told.append(len(message.leases))
+            told.append((len(message.leases), message.has_more))
         return renew(server, message)
 
     monkeypatch.setattr(ManagerServer, "renew", counting_renew)
@@ -170,7 +171,9 @@ def test_a_manager_that_learns_is_told_more_at_once(monkeypatch: pytest.MonkeyPa
         assert cluster.manager.server
         cluster.manager.server._knows_s = asyncio.get_running_loop().time() + 0.3
         async with connected(cluster, *held):
-            assert told[:3] == [10, 200, 90]
+            assert told[:3] == [(10, True), (200, True), (90, False)]
+            await eventually(lambda: any(size for size, _ in told[3:]))
+            assert not any(has_more for _, has_more in told[3:]), "renewals are nothing that it has to learn"
             assert cluster.manager.tenant(DEFAULT_TENANT).num_running == 300
 
     run(scenario)

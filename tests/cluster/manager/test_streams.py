@@ -11,7 +11,7 @@ from kvorum.cluster.manager import pacing
 from kvorum.cluster.manager.cache_manager import CacheManager
 from kvorum.cluster.manager.service import STALL_S, LearningError, ManagerServer
 from kvorum.cluster.manager.streams import EngineStream, RouterStream
-from kvorum.cluster.manager.types import EngineFacts, Granted, LeaseChanges, TenantLimits
+from kvorum.cluster.manager.types import AdmitRequest, EngineFacts, Granted, LeaseChanges, Outcome, TenantLimits
 from kvorum.cluster.manager.wire import Acknowledgement, Delta, EngineMessage, Snapshot, engine_message_to_pb
 from kvorum.cluster.tenants import DEFAULT_TENANT
 from kvorum.protos.cache.v1 import cache_pb2 as pb
@@ -47,11 +47,11 @@ def snapshot(epoch: int) -> Snapshot:
     return Snapshot(EngineFacts("engine-0", epoch, 10, 10), REPORT, ())
 
 
-async def says(*messages: EngineMessage, and_goes_on: bool = True) -> AsyncIterator[pb.CoordinateRequest]:
+async def says(*messages: EngineMessage) -> AsyncIterator[pb.CoordinateRequest]:
+    """Say these, and then nothing more."""
     for message in messages:
         yield engine_message_to_pb(message)
-    if and_goes_on:
-        await asyncio.Event().wait()
+    await asyncio.Event().wait()
 
 
 def test_decisions_that_come_together_go_together() -> None:
@@ -150,26 +150,35 @@ def test_of_two_streams_of_an_engine_the_later_connection_counts() -> None:
     asyncio.run(main())
 
 
-def test_a_standstill_within_a_message_leaves_nothing_in_line() -> None:
+def test_a_standstill_within_a_message_leaves_nothing_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+
     async def main() -> None:
         clock = Clock()
         server = clock.server
-        await server.start("127.0.0.1")
+        server._learn_s = 60.0
+        admit = server.manager.admit
+
+        def slow_admit(request: AdmitRequest, now_s: float) -> Outcome:
+            asked.append(request.lease_id)
+            outcome = admit(request, now_s)
+            clock.now_s += 2 * STALL_S
+            return outcome
+
+        monkeypatch.setattr(server.manager, "admit", slow_admit)
         requests = [
             pb.LeaseRequest(lease_id=name, tenant=DEFAULT_TENANT, sequence_blocks=[1], max_wait_s=60.0) for name in "ab"
         ]
 
         async def asks() -> AsyncIterator[pb.AdmitRequest]:
-            yield pb.AdmitRequest(router_id="r", requests=requests[:1])
-            await eventually(lambda: bool(server._waiting))
-            clock.now_s += 2 * STALL_S
             yield pb.AdmitRequest(router_id="r", requests=requests)
 
-        server._learn_s = 60.0
+        server._seen_s = clock.now_s
+        server._knows_s = 0.0
         with pytest.raises(LearningError):
             await asyncio.wait_for(server.admit(asks(), RouterStream()), 5.0)
+        assert asked == ["a"]
         assert not server._waiting
         assert not server.manager.view().tenants[0].num_waiting
-        await server.stop()
 
     asyncio.run(main())
